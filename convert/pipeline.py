@@ -1,0 +1,240 @@
+"""Checkpoint -> artifact: plan everything from headers, then stream units through, manifest last."""
+
+from __future__ import annotations
+
+import errno
+import fnmatch
+import os
+import shutil
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from itertools import groupby
+from pathlib import Path
+
+import torch
+
+from tutel_pack.artifact import MANIFEST, Entry, FileWriter, Manifest, describe_file, lay_out, write_manifest
+from tutel_pack.convert.dialects import find_weights
+from tutel_pack.convert.families import Target, find_family, match
+from tutel_pack.convert.headers import read_index
+from tutel_pack.convert.layout import Unit, entry_for, units
+from tutel_pack.convert.pack import Loss, expert_amax, pack_unit, read_unit
+from tutel_pack.convert.source import Source, open_source
+from tutel_pack.errors import InputError, ResourceError
+from tutel_pack.quant.recipe import Recipe
+from tutel_pack.spec import ModelSpec
+
+COPIED = (
+    "config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab*",
+    "merges.txt", "*.tiktoken", "chat_template*", "LICENSE*", "NOTICE*", "USE_POLICY*",
+)  # fmt: skip
+"""Files that are copied as they are. Nothing that could be run is among them."""
+READ_AHEAD = 2
+"""Units that are read while one is encoded."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """A planned conversion: nothing is read of the weights yet, and nothing is written.
+
+    entries: canonical name -> Entry, in file order.  copied: names of small files to copy.
+    """
+
+    source: Source
+    spec: ModelSpec
+    recipe: Recipe
+    targets: list[Target]
+    entries: dict[str, Entry]
+    skipped: dict[str, str]
+    copied: list[str]
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes of the weights that will be read."""
+        stored = {p.stored.name: p.stored.nbytes for t in self.targets for row in t.pieces for p in row}
+        return sum(stored.values())
+
+    @property
+    def bytes_written(self) -> int:
+        """Bytes of the artifact's files, but for packed.json."""
+        files = [lay_out(stored_tensors(list(group)))[2] for _, group in self.files()]
+        return sum(files) + sum(self.source.files[name] for name in self.copied)
+
+    def files(self) -> Iterator[tuple[str, Iterator[tuple[str, Entry]]]]:
+        """File name -> its (canonical name, Entry) pairs, in order."""
+        return groupby(self.entries.items(), key=lambda item: item[1].file)
+
+
+def stored_tensors(entries: list[tuple[str, Entry]]) -> dict:
+    """What a file holds, as FileWriter wants it."""
+    return {stored: part for name, entry in entries for stored, part in entry.stored(name).items()}
+
+
+def plan(model: str, recipe: Recipe, revision: str | None = None) -> Job:
+    """Plan a conversion from headers alone. model: a folder or a Hub id.
+
+    InputError for anything that would not convert: unknown model type or quantization, missing, unknown or misshapen
+    tensors, broken files. ResourceError if the Hub cannot be reached.
+    """
+    source = open_source(model, revision)
+    if "config.json" not in source.files:
+        raise InputError(f"{source.name} has no config.json: name a checkpoint in Hugging Face format.")
+    config = source.read_json("config.json")
+    family = find_family(config)
+    weights = find_weights(read_index(source), config)
+    spec = family.spec(config)
+    # A head of its own in the files counts more than what the config says of tying.
+    spec = replace(spec, tied_head=spec.tied_head and "lm_head.weight" not in weights)
+    targets, skipped = match(family, spec, weights)
+    recipe.check_overrides({t.name: t.tensor.role for t in targets})
+    entries = {t.name: entry_for(t, recipe) for t in targets}
+    copied = [name for name in sorted(source.files) if any(fnmatch.fnmatch(name, p) for p in COPIED)]
+    return Job(source, spec, recipe, targets, entries, skipped, copied)
+
+
+def default_output(model: str, fmt: str) -> Path:
+    """NAME-FMT in the working directory, NAME being the last part of the folder or Hub id."""
+    return Path(f"{Path(model).resolve().name if Path(model).exists() else model.split('/')[-1]}-{fmt}")
+
+
+def convert(
+    model: str,
+    output: str | os.PathLike | None = None,
+    *,
+    fmt: str = "mxfp4",
+    rest: str | None = None,
+    overrides: tuple[tuple[str, str], ...] = (),
+    scales: str | None = None,
+    revision: str | None = None,
+    force: bool = False,
+) -> Path:
+    """Convert a checkpoint (a folder or a Hub id) and return the artifact's folder.
+
+    fmt: of the experts; rest: of attention, dense MLPs and head; overrides: (regular expression, format) pairs;
+    scales: a scale rule. force: replace an artifact that is there already.
+    Raises InputError and ResourceError, each with one sentence; a failed conversion leaves nothing behind.
+    """
+    output = Path(output) if output is not None else default_output(model, fmt)
+    check_output(output, force)
+    return run(plan(model, Recipe(fmt, rest, tuple(overrides), scales), revision), output, force)
+
+
+def check_output(output: Path, force: bool) -> None:
+    """InputError if `output` cannot become an artifact: only an artifact is ever replaced, and only by force."""
+    if not output.exists() or (output.is_dir() and not any(output.iterdir())):
+        return
+    if not (output / MANIFEST).exists():
+        raise InputError(f"{output} exists and is not an artifact: name another place with -o.")
+    if not force:
+        raise InputError(f"{output} exists: replace it with --force, or name another place with -o.")
+
+
+def run(job: Job, output: Path, force: bool = False, progress: Callable[[str, int], None] = lambda file, read: None) -> Path:
+    """Carry out a planned conversion. progress: called with the file at work and the bytes read since the last call."""
+    check_output(output, force)
+    # A name of its own until all is done, beside the output so that the last step is a rename.
+    partial = output.absolute().parent / f"{output.name}.partial"
+    with _storage_errors(output):
+        partial.parent.mkdir(parents=True, exist_ok=True)
+        _check_space(partial.parent, job.bytes_written)
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir()
+        try:
+            _fill(job, partial, progress)
+            if output.exists():
+                shutil.rmtree(output)
+            partial.rename(output)
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+    return output
+
+
+def _fill(job: Job, folder: Path, progress: Callable[[str, int], None]) -> None:
+    targets, losses = {t.name: t for t in job.targets}, {}
+    with ThreadPoolExecutor(READ_AHEAD) as readers, ThreadPoolExecutor(1) as digester:
+        facts: dict[str, Future] = {}
+        try:
+            for file, group in job.files():
+                entries = list(group)
+                writer = FileWriter(folder / file, stored_tensors(entries))
+                for name, entry in entries:
+                    losses[name] = _pack(job, targets[name], entry, writer, readers, lambda n: progress(file, n))
+                writer.close()
+                facts[file] = digester.submit(describe_file, folder / file)
+        finally:
+            readers.shutdown(cancel_futures=True)
+        for name in job.copied:
+            (folder / name).write_bytes(job.source.read(name, 0, job.source.files[name]))
+            facts[name] = digester.submit(describe_file, folder / name)
+        files = {name: f.result() for name, f in facts.items()}
+    errors = {name: summary for name, found in losses.items() if (summary := _summary(found))}
+    source = {"repo": job.source.name, "commit": job.source.commit}
+    write_manifest(folder, Manifest(source, job.spec, job.recipe.to_json(), job.entries, files, errors, job.skipped))
+
+
+def _pack(job: Job, target: Target, entry: Entry, writer: FileWriter, readers, progress) -> list[tuple[Unit, Loss]]:
+    """Pack all units of a target. Returns the losses of those that were quantized."""
+    work = list(units(target, entry))
+    needs_amax = entry.format is not None and entry.format.has_global and work[0].segment is not None
+    amax = expert_amax(job.source, work) if needs_amax else {}
+    rule = job.recipe.rule_for(entry.format) if entry.format else None
+    losses = []
+    for unit, rows in _read_ahead(job.source, work, readers):
+        loss = pack_unit(unit, entry, rows, writer, rule, amax.get(unit.expert))
+        if loss:
+            losses.append((unit, loss))
+        progress(sum(r.nbytes for r in rows))
+    return losses
+
+
+def _read_ahead(source: Source, work: list[Unit], readers: ThreadPoolExecutor) -> Iterator[tuple[Unit, list]]:
+    waiting: deque[tuple[Unit, Future]] = deque()
+    for unit in work:
+        waiting.append((unit, readers.submit(read_unit, source, unit)))
+        if len(waiting) > READ_AHEAD:
+            unit, rows = waiting.popleft()
+            yield unit, rows.result()
+    while waiting:
+        unit, rows = waiting.popleft()
+        yield unit, rows.result()
+
+
+def _summary(losses: list[tuple[Unit, Loss]]) -> dict | None:
+    """Relative root-mean-square error of a tensor, and its worst expert's."""
+    if not losses:
+        return None
+    experts = 1 + max(unit.expert + unit.experts - 1 for unit, _ in losses)
+    error, energy = torch.zeros(2, experts, dtype=torch.float64)
+    for unit, loss in losses:
+        error[unit.expert : unit.expert + unit.experts] += loss.error
+        energy[unit.expert : unit.expert + unit.experts] += loss.energy
+    tiny = torch.finfo(torch.float64).tiny  # what is all zeros has no error either
+    rms = float((error.sum() / energy.sum().clamp(min=tiny)).sqrt())
+    if experts == 1:
+        return {"rms": rms}
+    relative = (error / energy.clamp(min=tiny)).sqrt()
+    worst = int(relative.argmax())
+    return {"rms": rms, "worst_expert": worst, "worst_rms": float(relative[worst])}
+
+
+def _check_space(folder: Path, needed: int) -> None:
+    free = shutil.disk_usage(folder).free
+    if free < needed:
+        raise ResourceError(
+            f"{folder} has {free / 1e9:.2f} GB free and the artifact needs {needed / 1e9:.2f} GB: free some space, or name another place with -o."
+        )
+
+
+@contextmanager
+def _storage_errors(output: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as e:
+        if e.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise ResourceError(f"No space left for {output}: free some, or name another place with -o.") from e
+        if e.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR):
+            raise InputError(f"{output} cannot be written ({e.strerror}): name another place with -o.") from e
+        raise
