@@ -92,10 +92,12 @@ def _read_weight_map(source: Source) -> dict[str, str]:
     if not isinstance(places, dict) or not places or not all(isinstance(file, str) for file in places.values()):
         raise InputError(f"{INDEX!r} in {source.name} has no weight_map of tensor names to files: {source.remedy}")
     files = list(dict.fromkeys(places.values()))
-    _refuse(source, "the index names paths outside the checkpoint", [repr(file) for file in files if not is_inside(file)])
+    _refuse(source, "the index names paths outside the checkpoint",
+            [repr(file) for file in files if not is_inside(file)])
     _refuse(source, "the index names files that are not safetensors",
             [repr(file) for file in files if not file.endswith(".safetensors")])
-    _refuse(source, "files that the index names are missing", [repr(file) for file in files if file not in source.files])
+    _refuse(source, "files that the index names are missing",
+            [repr(file) for file in files if file not in source.files])
     return places
 
 

@@ -224,7 +224,8 @@ class HubSource(Source):
             try:
                 return attempt()
             except OfflineModeIsEnabled:
-                raise ResourceError(f"{what} failed: HF_HUB_OFFLINE is set, unset it or give a downloaded folder") from None
+                remedy = "unset it or give a downloaded folder"
+                raise ResourceError(f"{what} failed: HF_HUB_OFFLINE is set, {remedy}") from None
             except _Again as again:
                 failure = again
             except HTTPError as error:

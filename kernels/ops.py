@@ -1,0 +1,129 @@
+"""The operations a decoder is made of: each contract stated once, checked once, and served by one backend.
+
+A backend is a module with functions of the same names and signatures as the methods of `Ops`. It is chosen by name when a
+model is loaded and never changes after that. Backends are given checked arguments and never empty ones.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import import_module
+
+import torch
+from torch import Tensor
+
+from tutel_pack.errors import InputError
+from tutel_pack.formats import PackedTensor
+from tutel_pack.spec import Moe, Rope
+
+BACKENDS = {"torch": "tutel_pack.kernels.torch_backend"}
+"""Name -> module, imported when chosen."""
+
+_log = logging.getLogger(__name__)
+
+Weight = Tensor | PackedTensor
+"""A matrix or a stack of matrices: packed, or plain in any float dtype."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where S sequences of a ragged batch stand in a paged cache.
+
+    starts: S + 1 numbers; sequence s owns the batch's tokens starts[s] … starts[s + 1] − 1, the last of its positions.
+    lengths: S numbers; how many positions a sequence has in the cache, its new tokens included.
+    tables: S int64 tensors of block ids; entry j holds the positions j·B … j·B + B − 1 (B positions to a block).
+    slots: int64 [T]; where each new token is stored, block id · B + place in the block.
+    """
+
+    starts: Sequence[int]
+    lengths: Sequence[int]
+    tables: Sequence[Tensor]
+    slots: Tensor
+
+
+def get_ops(backend: str = "auto") -> Ops:
+    """The operations by the backend of that name; "auto" takes the best one here. InputError lists the known names."""
+    name = "torch" if backend == "auto" else backend
+    if name not in BACKENDS:
+        raise InputError(f"Unknown backend {backend!r}: choose one of auto, {', '.join(BACKENDS)}.")
+    _log.info("kernels: backend %s", name)
+    return Ops(name)
+
+
+class Ops:
+    """The operations by one backend.
+
+    T tokens, H hidden size, N rows and K columns of a weight, E experts, k experts a token, D dimensions of a head.
+    x has the compute dtype C (float32, bfloat16 or float16); so has what is returned, unless stated. Weights are
+    rounded once to C, sums are float32 and rounded once to C. T may be 0. A shape that does not fit is a ValueError.
+    """
+
+    def __init__(self, name: str):
+        self.name = name
+        self._backend = import_module(BACKENDS[name])
+
+    def linear(self, x: Tensor, w: Weight, bias: Tensor | None = None) -> Tensor:
+        """x [T, K] · w [N, K]ᵀ + bias [N] -> [T, N]."""
+        n, k = w.shape
+        _check(x.shape[1:] == (k,) and (bias is None or bias.shape == (n,)), "linear", x, w, bias)
+        return self._backend.linear(x, w, bias) if len(x) else x.new_empty(0, n)
+
+    def embedding(self, ids: Tensor, w: Weight, dtype: torch.dtype) -> Tensor:
+        """Rows of w [N, K], of one segment if packed, by ids int64 [T] in 0 … N − 1 -> [T, K] in `dtype`."""
+        _check(ids.ndim == 1 and len(w.shape) == 2, "embedding", ids, w)
+        return self._backend.embedding(ids, w, dtype) if len(ids) else torch.empty(0, w.shape[1], dtype=dtype, device=ids.device)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """x [..., D] / sqrt(mean(x²) + eps) · weight [D], in float32 and rounded once -> [..., D]."""
+        _check(x.shape[-1:] == weight.shape, "rms_norm", x, weight)
+        return self._backend.rms_norm(x, weight, eps) if len(x) else x
+
+    def swiglu(self, gate: Tensor, up: Tensor) -> Tensor:
+        """silu(gate) · up, both [T, N], in float32 and rounded once -> [T, N]."""
+        _check(gate.shape == up.shape, "swiglu", gate, up)
+        return self._backend.swiglu(gate, up) if len(gate) else gate
+
+    def rotation(self, positions: Tensor, rope: Rope) -> tuple[Tensor, Tensor]:
+        """cosines and sines, float32 [T, rope.dim / 2] each, of the angles of positions int64 [T]."""
+        _check(positions.ndim == 1, "rotation", positions)
+        return self._backend.rotation(positions, rope)
+
+    def rope(self, x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
+        """The pairs (i, i + dim/2) of x [T, heads, D] turned by `rotation`, in float32 and rounded once; the dimensions
+        from `dim` on stay."""
+        cos, sin = rotation
+        _check(x.ndim == 3 and cos.shape == sin.shape == (len(x), cos.shape[1]) and 2 * cos.shape[1] <= x.shape[2], "rope", x, cos, sin)
+        return self._backend.rope(x, rotation) if len(x) else x
+
+    def attention(self, q: Tensor, keys: Tensor, values: Tensor, layout: Layout, window: int | None = None) -> Tensor:
+        """Causal attention of q [T, heads, D] over a paged cache -> [T, heads, D], softmax scale D^−½.
+
+        keys, values: [blocks, B, kv_heads, D], holding the new tokens already; query head h reads head h·kv_heads/heads.
+        window: a query sees itself and the window − 1 positions before it; None sees all.
+        """
+        fits = q.ndim == 3 and keys.shape == values.shape and keys.shape[3] == q.shape[2] and q.shape[1] % keys.shape[2] == 0
+        _check(fits and layout.starts[-1] == len(q), "attention", q, keys, values)
+        return self._backend.attention(q, keys, values, layout, window) if len(q) else q
+
+    def route(self, logits: Tensor, spec: Moe) -> tuple[Tensor, Tensor]:
+        """logits [T, E] -> ids int64 [T, k], weights float32 [T, k], the largest weight first; see `spec.Moe`."""
+        _check(logits.shape[1:] == (spec.experts,), "route", logits)
+        return self._backend.route(logits, spec)
+
+    def moe(self, x: Tensor, ids: Tensor, weights: Tensor, gate_up: Weight, down: Weight) -> Tensor:
+        """Σ over k of weights · down[id] · swiglu(gate_up[id] · x), summed in float32 in the order of k -> [T, H].
+
+        x [T, H], ids int64 [T, k] in −1 … E − 1, weights float32 [T, k], gate_up [E, 2I, H] (gate rows first), down
+        [E, H, I]. An id of −1 contributes nothing, whatever its weight.
+        """
+        experts, h, i = down.shape
+        _check(x.shape[1:] == (h,) and gate_up.shape == (experts, 2 * i, h), "moe", x, gate_up, down)
+        _check(ids.shape == weights.shape == (len(x), ids.shape[-1]), "moe", x, ids, weights)
+        return self._backend.moe(x, ids, weights, gate_up, down) if len(x) else x
+
+
+def _check(fits: bool, op: str, *arguments: Weight | None) -> None:
+    if not fits:
+        raise ValueError(f"{op} cannot take arguments of shapes {', '.join(str(tuple(a.shape)) for a in arguments if a is not None)}")

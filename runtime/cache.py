@@ -1,0 +1,92 @@
+"""Keys and values of past tokens, in pools of equal blocks that sequences take and give back."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from tutel_pack.errors import ResourceError
+from tutel_pack.kernels.ops import Layout
+from tutel_pack.runtime.batch import Batch
+
+
+class PagedCache:
+    """A pool of keys and one of values per layer, [blocks, block_size, kv_heads, head_dim] each.
+
+    heads: (kv_heads, head_dim) of every layer. A block id stands for the same place in all pools. ResourceError if the
+    pools do not fit into the device's memory.
+    """
+
+    def __init__(self, heads: Sequence[tuple[int, int]], blocks: int, block_size: int, device: torch.device, dtype: torch.dtype):
+        self.block_size = block_size
+        self._free = list(range(blocks - 1, -1, -1))
+        self._used: set[int] = set()
+        try:
+            self.keys, self.values = (
+                [torch.empty(blocks, block_size, *shape, dtype=dtype, device=device) for shape in heads] for _ in range(2)
+            )
+        except RuntimeError as e:  # torch's out-of-memory errors, of any device
+            size = 2 * blocks * block_size * dtype.itemsize * sum(math.prod(shape) for shape in heads)
+            raise ResourceError(
+                f"A cache of {blocks * block_size} tokens takes {size / 1e9:.1f} GB, which {device} does not have: "
+                "ask for a shorter context or fewer sequences at once."
+            ) from e
+
+    @property
+    def free_blocks(self) -> int:
+        """How many blocks nobody holds."""
+        return len(self._free)
+
+    def allocate(self, n: int) -> list[int]:
+        """Take n blocks, whose contents are undefined. ResourceError, and nothing taken, if fewer are free."""
+        if n > len(self._free):
+            raise ResourceError(
+                f"The cache has {len(self._free)} free blocks of {self.block_size} tokens where {n} are needed: "
+                "give it more blocks, or run fewer or shorter sequences at once."
+            )
+        taken = [self._free.pop() for _ in range(n)]
+        self._used.update(taken)
+        return taken
+
+    def free(self, ids: Iterable[int]) -> None:
+        """Give blocks back. ValueError if one is not taken: freed twice, it would end up in two sequences."""
+        for block in ids:
+            if block not in self._used:
+                raise ValueError(f"block {block} is not in use")
+            self._used.remove(block)
+            self._free.append(block)
+
+    def layout(self, batch: Batch) -> Layout:
+        """Where the batch's sequences and new tokens are stored.
+
+        ValueError if a block table does not reach its sequence's last token: the next table's blocks would be overwritten.
+        """
+        counts = [stop - start for start, stop in zip(batch.starts, batch.starts[1:])]
+        lengths = self._lengths(batch, counts)
+        for s, (length, table) in enumerate(zip(lengths, batch.block_tables)):
+            if len(table) * self.block_size < length:
+                raise ValueError(f"sequence {s} has {length} tokens but only {len(table)} blocks of {self.block_size}")
+        sizes = [len(table) for table in batch.block_tables]
+        blocks = torch.tensor([b for table in batch.block_tables for b in table], dtype=torch.int64).to(batch.tokens.device)
+        tables = [table[: -(-length // self.block_size)] for table, length in zip(blocks.split(sizes), lengths)]
+        return Layout(batch.starts, lengths, tables, self._slots(batch.positions, counts, sizes, blocks))
+
+    def _lengths(self, batch: Batch, counts: list[int]) -> list[int]:
+        """Positions that each sequence has with its new tokens; 0 where it has no new ones."""
+        last = [stop - 1 for stop, count in zip(batch.starts[1:], counts) if count]
+        lengths = iter((batch.positions[last] + 1).tolist())
+        return [next(lengths) if count else 0 for count in counts]
+
+    def _slots(self, positions: Tensor, counts: list[int], sizes: list[int], blocks: Tensor) -> Tensor:
+        """int64 [T]: block id · block_size + place in the block of every new token."""
+        table_starts = torch.tensor([0, *sizes]).cumsum(0)[:-1].repeat_interleave(torch.tensor(counts, dtype=torch.int64)).to(positions.device)
+        block = blocks[table_starts + positions // self.block_size]
+        return block * self.block_size + positions % self.block_size
+
+    def append(self, layer: int, keys: Tensor, values: Tensor, layout: Layout) -> None:
+        """Store the new tokens' keys and values, [T, kv_heads, head_dim], in the pools of a layer."""
+        self.keys[layer].flatten(0, 1).index_copy_(0, layout.slots, keys)
+        self.values[layer].flatten(0, 1).index_copy_(0, layout.slots, values)

@@ -1,0 +1,295 @@
+"""The command `tutel-run`. torch is imported only when a model is loaded, so that --help answers at once."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import click
+
+from tutel_pack import __version__, recent
+from tutel_pack.errors import InputError, ResourceError
+
+DTYPES = ("bfloat16", "float16", "float32")
+EPILOG = """
+\b
+Exit codes: 0 done, 2 bad input, 3 memory or device lacking, 130 interrupted.
+Completion in bash: eval "$(_TUTEL_RUN_COMPLETE=bash_source tutel-run)"
+(zsh_source and fish_source likewise).
+"""
+
+
+class Commands(click.Group):
+    """A group that turns every failure a user can cause or meet into one line on standard error and an exit code."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(self.commands)
+
+    def invoke(self, ctx: click.Context):
+        try:
+            return super().invoke(ctx)
+        except (InputError, ResourceError) as e:
+            raise _failure(str(e), e.exit_code) from e
+        except KeyboardInterrupt:
+            raise _interrupted() from None
+        except BrokenPipeError:  # whoever read standard output has had enough
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        except (MemoryError, RuntimeError) as e:
+            if not _out_of_memory(e):
+                raise
+            raise _failure(f"Out of memory: {str(e).splitlines()[0] if str(e) else type(e).__name__}", ResourceError.exit_code) from e
+
+
+def _failure(message: str, code: int) -> click.ClickException:
+    failure = click.ClickException(message)
+    failure.exit_code = code
+    return failure
+
+
+def _interrupted() -> click.exceptions.Exit:
+    click.echo("\nInterrupted.", err=True)
+    return click.exceptions.Exit(130)
+
+
+def _out_of_memory(error: Exception) -> bool:
+    """torch has a class for GPUs only, and words for CPUs."""
+    return isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError" or "can't allocate memory" in str(error)
+
+
+@click.group(cls=Commands, epilog=EPILOG, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, "--version", message="tutel-run %(version)s")
+def main():
+    """Run packed Mixture-of-Experts models.
+
+    ARTIFACT is a folder that tutel-convert wrote. Left out, it is $TUTEL_MODEL, or else the latest conversion.
+    """
+
+
+def _options(*options: Callable) -> Callable:
+    """Several decorators as one, in the order of --help."""
+
+    def decorate(command: Callable) -> Callable:
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return decorate
+
+
+sampling_options = _options(
+    click.option("-n", "--max-tokens", "max_new_tokens", type=int, metavar="N", help="Tokens at most.  [until the model ends]"),
+    click.option("--temperature", "--temp", type=float, metavar="X", help="0 takes the likeliest.  [the model's, or 0]"),
+    click.option("--top-k", type=int, metavar="K", help="From the K likeliest tokens; 0 is all."),
+    click.option("--top-p", type=float, metavar="P", help="From the likeliest that add up to P."),
+    click.option("--min-p", type=float, metavar="P", help="From those at least P times the likeliest."),
+    click.option("--repetition-penalty", type=float, metavar="X", help="Above 1 avoids tokens seen before."),
+    click.option("--seed", type=int, metavar="N", help="Makes sampling repeatable."),
+    click.option("--stop", multiple=True, metavar="TEXT", help="End before this text (repeatable)."),
+)
+model_options = _options(
+    click.option("--device", default="auto", metavar="NAME", help="cpu, cuda, cuda:1, …  [a GPU if there is one]"),
+    click.option("--dtype", type=click.Choice(DTYPES), metavar="TYPE", help=f"{', '.join(DTYPES)}.  [{DTYPES[0]}]"),
+    click.option("--backend", default="auto", metavar="NAME", help="Kernels to run with.  [auto]"),
+)
+system_option = click.option("--system", metavar="TEXT", help="A system prompt.")
+quiet_option = click.option("-q", "--quiet", is_flag=True, help="Only errors on standard error.")
+
+
+@main.command()
+@click.argument("words", nargs=-1, required=True, metavar="[ARTIFACT] PROMPT")
+@sampling_options
+@system_option
+@click.option("--raw", is_flag=True, help="No chat template: continue PROMPT as it is.")
+@model_options
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object when done.")
+@quiet_option
+def generate(words, system, raw, device, dtype, backend, as_json, quiet, **sampling):
+    """Answer or continue PROMPT; `-` reads it from standard input.
+
+    A model with a chat template gets PROMPT as a user's message, any other continues it. The text goes to standard
+    output while it is generated, statistics to standard error.
+
+    \b
+    Examples:
+      tutel-run generate ./DeepSeek-V3-mxfp4 "Why is the sky blue?"
+      git diff | tutel-run generate --system "Review this." -n 500 -
+    """
+    if raw and system:
+        raise click.UsageError("--system is for the chat template that --raw leaves out: give only one of them.")
+    artifact, prompt = _artifact_and_prompt(words)
+    model = _load(artifact, quiet, sampling, device, dtype, backend)
+    events = _events(model, prompt, raw, system, sampling)
+    if as_json:
+        *_, last = events
+        return click.echo(json.dumps({"model": str(model.artifact.path), **_facts(last.result)}, ensure_ascii=False))
+    result = _show(events)
+    if not result.text.endswith("\n"):
+        click.echo()
+    if not quiet:
+        click.echo(_statistics(result), err=True)
+
+
+@main.command()
+@click.argument("artifact", required=False, metavar="[ARTIFACT]")
+@sampling_options
+@system_option
+@model_options
+@quiet_option
+def chat(artifact, system, device, dtype, backend, quiet, **sampling):
+    """Talk with a model, a line at a time.
+
+    Ctrl-C stops an answer, Ctrl-D leaves. Lines may come from a pipe as well.
+
+    \b
+    /reset        forget the conversation
+    /system TEXT  set the system prompt and forget the conversation
+    /exit         leave
+    """
+    model = _load(artifact, quiet, sampling, device, dtype, backend)
+    terminal = sys.stdin.isatty()
+    if terminal and not quiet:
+        click.echo("Ctrl-C stops an answer, Ctrl-D leaves; /reset, /system TEXT, /exit.", err=True)
+    history: list[dict] = []
+    for line in _lines(terminal):
+        command, _, rest = line.strip().partition(" ")
+        if command == "/exit":
+            break
+        if command in ("/reset", "/system"):
+            system = (rest.strip() or None) if command == "/system" else system
+            history = []
+        elif line.strip():  # models have commands of their own, such as /no_think: those are messages
+            history = _answer(model, [*history, {"role": "user", "content": line}], system, sampling, terminal)
+
+
+def _artifact_and_prompt(words: tuple[str, ...]) -> tuple[str | None, str]:
+    if len(words) > 2:
+        raise click.UsageError(f"Expected an artifact and a prompt, got {len(words)} words: put the prompt in quotes.")
+    if len(words) == 1 and Path(words[0], "packed.json").is_file():
+        raise InputError(f"{words[0]} is an artifact, and the prompt is missing: `tutel-run generate {words[0]} PROMPT`.")
+    *artifact, prompt = words
+    return (artifact[0] if artifact else None), (_standard_input() if prompt == "-" else prompt)
+
+
+def _standard_input() -> str:
+    try:
+        return sys.stdin.read().removesuffix("\n")
+    except UnicodeDecodeError as e:
+        raise InputError(f"The prompt on standard input is not UTF-8 text ({e.reason} at byte {e.start}).") from e
+
+
+def _load(artifact: str | None, quiet: bool, sampling: dict, device: str, dtype: str | None, backend: str):
+    """The PackedModel. Options are checked before, since loading takes its time."""
+    folder = _folder(artifact, quiet)
+    import torch
+
+    from tutel_pack import load_packed
+    from tutel_pack.runtime.defaults import sampling_params
+
+    sampling_params(folder, **sampling)
+    return load_packed(folder, device=device, dtype=dtype and getattr(torch, dtype), backend=backend)
+
+
+def _folder(artifact: str | None, quiet: bool) -> Path:
+    """Where the artifact is, said on standard error if it was not named."""
+    name, whence = artifact, None
+    if name is None:
+        name, whence = os.environ.get("TUTEL_MODEL"), "$TUTEL_MODEL"
+    if not name:
+        name, whence = recent.recall(), "the latest conversion"
+    if not name:
+        raise InputError(
+            "No model is named: give an artifact's folder, set TUTEL_MODEL, or convert a checkpoint first with "
+            "`tutel-convert MODEL`."
+        )
+    if whence and not Path(name).exists():
+        raise InputError(f"{name} ({whence}) does not exist: name an artifact's folder.")
+    if whence and not quiet:
+        click.echo(f"Model: {name} ({whence})", err=True)
+    if not Path(name).exists() and re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", str(name)):
+        raise InputError(
+            f"There is no folder {name}. If it is a checkpoint on the Hub, convert it: `tutel-convert {name}`; if it is an "
+            f"artifact there, download it: `hf download {name} --local-dir {Path(name).name}`."
+        )
+    return Path(name)
+
+
+def _events(model, prompt: str, raw: bool, system: str | None, sampling: dict) -> Iterator:
+    from tutel_pack.runtime import engine
+    from tutel_pack.runtime.chat import has_template
+
+    if raw or (system is None and not has_template(model.tokenizer)):
+        return engine.generate(model, prompt, stream=True, **sampling)
+    return engine.chat(model, prompt, system=system, stream=True, **sampling)
+
+
+def _show(events: Iterator):
+    """Print the text of one sequence as it comes; its Result."""
+    for event in events:
+        click.echo(event.text, nl=False)
+    return event.result
+
+
+def _facts(result) -> dict:
+    return {
+        "text": result.text,
+        "finish_reason": result.finish_reason,
+        "prompt_tokens": result.prompt_tokens,
+        "generated_tokens": len(result.tokens),
+        "prompt_seconds": round(result.prompt_seconds, 4),
+        "generation_seconds": round(result.seconds, 4),
+    }
+
+
+def _statistics(result) -> str:
+    answer = f"Answer {len(result.tokens)} tokens{_rate(len(result.tokens) - 1, result.seconds)}"
+    cut = "cut off at the token limit" if result.finish_reason == "length" else "complete"
+    return f"Prompt {result.prompt_tokens} tokens{_rate(result.prompt_tokens, result.prompt_seconds)}. {answer}, {cut}."
+
+
+def _rate(tokens: int, seconds: float) -> str:
+    return f", {tokens / seconds:.1f} tokens/s" if tokens and seconds else ""
+
+
+def _lines(terminal: bool) -> Iterator[str]:
+    """What the user types, until the input ends."""
+    if not terminal:
+        yield from (line.rstrip("\n") for line in sys.stdin)
+        return
+    with suppress(ImportError):  # importing it gives input() editing and a history
+        import readline  # noqa: F401
+    while True:
+        try:
+            yield input("> ")
+        except EOFError:
+            return click.echo(err=True)
+        except KeyboardInterrupt:
+            click.echo("\nCtrl-D or /exit leaves.", err=True)
+
+
+def _answer(model, messages: list[dict], system: str | None, sampling: dict, terminal: bool) -> list[dict]:
+    """Print the model's answer. Returns the conversation with it, or without the last message if there was none."""
+    from tutel_pack.runtime import engine
+
+    pieces, reason = [], None
+    try:
+        for event in engine.chat(model, messages, system=system, stream=True, **sampling):
+            click.echo(event.text, nl=False)
+            pieces.append(event.text)
+            reason = event.finish_reason
+    except (KeyboardInterrupt, InputError) as e:
+        if not terminal:
+            raise
+        click.echo(f"Error: {e} /reset starts over." if isinstance(e, InputError) else " [stopped]", err=True, nl=False)
+    click.echo()
+    if reason == "length":
+        click.echo("[cut off at the token limit]", err=True)
+    return [*messages, {"role": "assistant", "content": "".join(pieces)}] if pieces else messages[:-1]
+
+
+if __name__ == "__main__":
+    main(prog_name="tutel-run")

@@ -1,0 +1,139 @@
+"""From a packed artifact to a model that runs."""
+
+from __future__ import annotations
+
+import logging
+import os
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from tutel_pack.artifact import Artifact
+from tutel_pack.errors import InputError, ResourceError
+from tutel_pack.runtime.batch import Batch
+from tutel_pack.runtime.decoder import Decoder
+from tutel_pack.spec import ModelSpec
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+"""What can be computed in."""
+
+_STEP_TOKENS = 2048
+"""Tokens of one pass through the layers: what bounds the memory that activations take."""
+
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
+
+_log = logging.getLogger(__name__)
+
+
+def load_packed(
+    path: str | os.PathLike, device: torch.device | str = "auto", dtype: torch.dtype | None = None, backend: str = "auto"
+) -> PackedModel:
+    """Load a packed artifact. Its weights stay packed; on a CPU they stay in the mapped files.
+
+    device: "auto" takes a GPU if torch sees one, else the CPU.  dtype: of activations and the cache, bfloat16 if None.
+    backend: the name of the kernels to run with, see kernels.ops.BACKENDS.
+    InputError if `path` is no artifact, if it is damaged, or if an option is unknown; ResourceError if the device is not
+    there or too small.
+    """
+    dtype = dtype or torch.bfloat16
+    if dtype not in DTYPES:
+        raise InputError(f"Cannot compute in {dtype}: choose one of {', '.join(map(str, DTYPES))}.")
+    artifact, device = Artifact(path), _device(device)
+    try:
+        decoder = Decoder(artifact.spec, artifact.load, device, dtype, backend)
+    except torch.OutOfMemoryError as e:
+        raise ResourceError(f"{path} ({artifact.nbytes / 1e9:.1f} GB) does not fit into the memory of {device}.") from e
+    _log.info("loaded %s on %s, computing in %s", path, device, dtype)
+    return PackedModel(artifact, decoder)
+
+
+def _device(device: torch.device | str) -> torch.device:
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(device)
+        torch.empty(0, device=device)
+    except (AssertionError, NotImplementedError, RuntimeError) as e:  # the ways torch refuses a device that it lacks
+        reason = str(e).splitlines()[0].rstrip(".")
+        raise ResourceError(f"Device {str(device)!r} cannot be used here ({reason}): choose another, such as 'cpu'.") from e
+    return device
+
+
+class PackedModel:
+    """A loaded artifact.
+
+    artifact: the opened artifact.  decoder: the model itself, for ragged batches and caches that outlive a call.
+    """
+
+    def __init__(self, artifact: Artifact, decoder: Decoder):
+        self.artifact, self.decoder = artifact, decoder
+
+    @property
+    def spec(self) -> ModelSpec:
+        return self.decoder.spec
+
+    @property
+    def device(self) -> torch.device:
+        return self.decoder.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.decoder.dtype
+
+    @cached_property
+    def tokenizer(self):
+        """The artifact's tokenizer (of transformers, which is imported now), or None if it has none.
+
+        InputError if its files cannot be used without running code of their author's.
+        """
+        folder = self.artifact.path
+        if not any((folder / name).exists() for name in _TOKENIZER_FILES):
+            return None
+        from transformers import AutoTokenizer
+
+        try:
+            return AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+        except Exception as e:  # transformers and tokenizers raise all kinds, plain Exception among them
+            raise InputError(f"The tokenizer in {folder} cannot be loaded ({e}).") from e
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        """input_ids int64 [B, S], all of equal length -> float32 logits [B, S, vocab] at every position.
+
+        InputError for another dtype or shape, an id outside the vocabulary, or more positions than the model has.
+        """
+        self._check(input_ids)
+        rows, length = input_ids.shape
+        logits = torch.empty(rows, length, self.spec.vocab, device=self.device)
+        if not logits.numel():
+            return logits
+        cache = self.decoder.new_cache(rows, block_size=length)
+        tables = [cache.allocate(1) for _ in range(rows)]
+        step = max(1, _STEP_TOKENS // rows)
+        for start in range(0, length, step):
+            new = input_ids[:, start : start + step].tolist()
+            batch = Batch.build(new, [start] * rows, tables, self.device, all_rows=True)
+            logits[:, start : start + step] = self.decoder.forward(batch, cache).unflatten(0, (rows, -1))
+        return logits
+
+    def _check(self, input_ids: Tensor) -> None:
+        if not isinstance(input_ids, Tensor) or input_ids.dtype != torch.int64 or input_ids.ndim != 2:
+            found = f"{input_ids.dtype} {list(input_ids.shape)}" if isinstance(input_ids, Tensor) else type(input_ids).__name__
+            raise InputError(f"input_ids must be an int64 tensor [sequences, tokens], not {found}.")
+        if input_ids.shape[1] > self.spec.context:
+            raise InputError(f"{input_ids.shape[1]} tokens are more than the model's context of {self.spec.context}: shorten the input.")
+        outside = input_ids[(input_ids < 0) | (input_ids >= self.spec.vocab)]
+        if len(outside):
+            raise InputError(f"Token id {outside[0].item()} is not in the vocabulary of {self.spec.vocab}.")
+
+    def generate(self, prompts, **options):
+        """Continue prompts: see runtime.engine.generate."""
+        from tutel_pack.runtime import engine
+
+        return engine.generate(self, prompts, **options)
+
+    def chat(self, messages, **options):
+        """Answer a conversation: see runtime.engine.chat."""
+        from tutel_pack.runtime import engine
+
+        return engine.chat(self, messages, **options)
