@@ -13,7 +13,8 @@ from pathlib import Path
 import click
 
 from tutel_pack import __version__, recent
-from tutel_pack.errors import InputError, ResourceError
+from tutel_pack.commands import CONTEXT, Commands
+from tutel_pack.errors import InputError
 
 DTYPES = ("bfloat16", "float16", "float32")
 EPILOG = """
@@ -24,44 +25,7 @@ Completion in bash: eval "$(_TUTEL_RUN_COMPLETE=bash_source tutel-run)"
 """
 
 
-class Commands(click.Group):
-    """A group that turns every failure a user can cause or meet into one line on standard error and an exit code."""
-
-    def list_commands(self, ctx: click.Context) -> list[str]:
-        return list(self.commands)
-
-    def invoke(self, ctx: click.Context):
-        try:
-            return super().invoke(ctx)
-        except (InputError, ResourceError) as e:
-            raise _failure(str(e), e.exit_code) from e
-        except KeyboardInterrupt:
-            raise _interrupted() from None
-        except BrokenPipeError:  # whoever read standard output has had enough
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        except (MemoryError, RuntimeError) as e:
-            if not _out_of_memory(e):
-                raise
-            raise _failure(f"Out of memory: {str(e).splitlines()[0] if str(e) else type(e).__name__}", ResourceError.exit_code) from e
-
-
-def _failure(message: str, code: int) -> click.ClickException:
-    failure = click.ClickException(message)
-    failure.exit_code = code
-    return failure
-
-
-def _interrupted() -> click.exceptions.Exit:
-    click.echo("\nInterrupted.", err=True)
-    return click.exceptions.Exit(130)
-
-
-def _out_of_memory(error: Exception) -> bool:
-    """torch has a class for GPUs only, and words for CPUs."""
-    return isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError" or "can't allocate memory" in str(error)
-
-
-@click.group(cls=Commands, epilog=EPILOG, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(cls=Commands, epilog=EPILOG, context_settings=CONTEXT)
 @click.version_option(__version__, "--version", message="tutel-run %(version)s")
 def main():
     """Run packed Mixture-of-Experts models.
@@ -82,8 +46,12 @@ def _options(*options: Callable) -> Callable:
 
 
 sampling_options = _options(
-    click.option("-n", "--max-tokens", "max_new_tokens", type=int, metavar="N", help="Tokens at most.  [until the model ends]"),
-    click.option("--temperature", "--temp", type=float, metavar="X", help="0 takes the likeliest.  [the model's, or 0]"),
+    click.option(
+        "-n", "--max-tokens", "max_new_tokens", type=int, metavar="N", help="Tokens at most.  [until the model ends]"
+    ),
+    click.option(
+        "--temperature", "--temp", type=float, metavar="X", help="0 takes the likeliest.  [the model's, or 0]"
+    ),
     click.option("--top-k", type=int, metavar="K", help="From the K likeliest tokens; 0 is all."),
     click.option("--top-p", type=float, metavar="P", help="From the likeliest that add up to P."),
     click.option("--min-p", type=float, metavar="P", help="From those at least P times the likeliest."),
@@ -150,7 +118,10 @@ def chat(artifact, system, device, dtype, backend, quiet, **sampling):
     /system TEXT  set the system prompt and forget the conversation
     /exit         leave
     """
+    from tutel_pack.runtime.chat import require_template
+
     model = _load(artifact, quiet, sampling, device, dtype, backend)
+    require_template(model.tokenizer)
     terminal = sys.stdin.isatty()
     if terminal and not quiet:
         click.echo("Ctrl-C stops an answer, Ctrl-D leaves; /reset, /system TEXT, /exit.", err=True)
@@ -170,7 +141,9 @@ def _artifact_and_prompt(words: tuple[str, ...]) -> tuple[str | None, str]:
     if len(words) > 2:
         raise click.UsageError(f"Expected an artifact and a prompt, got {len(words)} words: put the prompt in quotes.")
     if len(words) == 1 and Path(words[0], "packed.json").is_file():
-        raise InputError(f"{words[0]} is an artifact, and the prompt is missing: `tutel-run generate {words[0]} PROMPT`.")
+        raise InputError(
+            f"{words[0]} is an artifact, and the prompt is missing: `tutel-run generate {words[0]} PROMPT`."
+        )
     *artifact, prompt = words
     return (artifact[0] if artifact else None), (_standard_input() if prompt == "-" else prompt)
 
@@ -212,8 +185,8 @@ def _folder(artifact: str | None, quiet: bool) -> Path:
         click.echo(f"Model: {name} ({whence})", err=True)
     if not Path(name).exists() and re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", str(name)):
         raise InputError(
-            f"There is no folder {name}. If it is a checkpoint on the Hub, convert it: `tutel-convert {name}`; if it is an "
-            f"artifact there, download it: `hf download {name} --local-dir {Path(name).name}`."
+            f"There is no folder {name}. If it is a checkpoint on the Hub, convert it: `tutel-convert {name}`; "
+            f"if it is an artifact there, download it: `hf download {name} --local-dir {Path(name).name}`."
         )
     return Path(name)
 

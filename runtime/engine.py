@@ -61,20 +61,23 @@ class Event:
 
     @property
     def finish_reason(self) -> str | None:
-        """"stop" or "length" with a sequence's last event, else None."""
+        """ "stop" or "length" with a sequence's last event, else None."""
         return self.result and self.result.finish_reason
 
 
 def generate(model, prompts, *, stream: bool = False, **options) -> Result | list[Result] | Iterator[Event]:
     """Continue prompts, all in one running batch.
 
-    prompts: a text, token ids, or a list of either. Texts are continued as they are; for chat models see `chat`.
+    prompts: a text, token ids (a list or a tensor), or a list of either. Texts are continued as they are:
+        for chat models see `chat`.
     options: fields of SamplingParams, by default what the checkpoint says.
     Returns the Result of one prompt, or a list of them in the order of a list of prompts; with `stream`, an iterator of
     Events as they come. InputError if a prompt is empty, does not fit into the context, or an option is wrong.
     """
     engine = Engine.of(model)
     params = sampling_params(model.artifact.path, **options)
+    if isinstance(prompts, torch.Tensor):
+        prompts = prompts.tolist()
     alone = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
     for prompt in [prompts] if alone else prompts:
         engine.add(encode(model.tokenizer, prompt), params)
@@ -119,7 +122,13 @@ class Engine:
     """
 
     def __init__(
-        self, decoder, tokenizer=None, end_tokens=frozenset(), max_active=MAX_ACTIVE, step_tokens=STEP_TOKENS, block_size=64
+        self,
+        decoder,
+        tokenizer=None,
+        end_tokens=frozenset(),
+        max_active=MAX_ACTIVE,
+        step_tokens=STEP_TOKENS,
+        block_size=64,
     ):
         self._decoder, self._tokenizer, self._end_tokens = decoder, tokenizer, end_tokens
         self._max_active, self._step_tokens, self._block_size = max_active, step_tokens, block_size
@@ -134,7 +143,7 @@ class Engine:
         return cls(model.decoder, model.tokenizer, end_tokens(model.artifact.path, model.tokenizer))
 
     def add(self, prompt: Sequence[int], params: SamplingParams) -> int:
-        """Queue a sequence; its index in events. InputError if it is empty, too long, or has ids beyond the vocabulary."""
+        """Queue a sequence; its index in events. InputError if it is empty, too long, or leaves the vocabulary."""
         spec = self._decoder.spec
         self._check(prompt, params)
         limit = min(len(prompt) + (params.max_new_tokens or spec.context), spec.context)
@@ -163,17 +172,14 @@ class Engine:
         while self._waiting or self._active:
             yield from self.step()
 
-    @torch.inference_mode()
     def step(self) -> list[Event]:
         """One forward pass: at most one token for each active sequence."""
         for s in list(self._active):
             self._extend(s)
         self._admit()
         batch = self._next_tokens()
-        logits = self._decoder.forward(
-            Batch.build([new for _, new in batch], [s.done for s, _ in batch], [s.blocks for s, _ in batch], self._decoder.device),
-            self._cache,
-        )
+        new, past, tables = zip(*((new, s.done, s.blocks) for s, new in batch))
+        logits = self._decoder.forward(Batch.build(new, past, tables, self._decoder.device), self._cache)
         for s, new in batch:
             s.done += len(new)
         ready = [row for row, (s, _) in enumerate(batch) if s.done == len(s.tokens)]
@@ -207,9 +213,12 @@ class Engine:
             self._active.append(self._waiting.popleft())
 
     def _next_tokens(self) -> list[tuple[_Sequence, list[int]]]:
-        """What each sequence runs in this step: first the last tokens of those that generate, then parts of prompts."""
+        """What each sequence runs in this step.
+
+        Prompts run in the order of `_active`, so those that generate stand before all that still have a prompt to run.
+        """
         room, batch = self._step_tokens, []
-        for s in sorted(self._active, key=lambda s: len(s.tokens) - s.done > 1):
+        for s in self._active:
             new = s.tokens[s.done : s.done + room]
             if new:
                 batch.append((s, new))
@@ -217,7 +226,7 @@ class Engine:
         return batch
 
     def _put_back(self, sequences: list[_Sequence]) -> None:
-        """Free what active sequences hold. They wait in front of all others, and are computed again from their tokens."""
+        """Free what active sequences hold. They wait in front of all others, and are computed again."""
         for s in reversed(sequences):
             self._release(s)
             s.done = 0

@@ -86,7 +86,7 @@ class Sampler:
 
 
 def sample(logits: Tensor, samplers: Sequence[Sampler]) -> list[int]:
-    """The next token of each sequence, from float32 logits [R, V] of R sequences; −1 for a row without a finite maximum."""
+    """The next token of R sequences from their float32 logits [R, V]; −1 for a row without a finite maximum."""
     logits = _penalised(logits, samplers)
     tokens = logits.argmax(-1)
     drawn = [row for row, s in enumerate(samplers) if not s.params.greedy]

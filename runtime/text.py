@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Sequence
 
 from tutel_pack.errors import InputError
@@ -15,10 +16,11 @@ CONTEXT = 6
 def encode(tokenizer, prompt: str | Sequence[int]) -> list[int]:
     """Token ids of a prompt, with the tokenizer's own start tokens; ids are taken as they are.
 
-    InputError for a text without a tokenizer, or with lone surrogates (what bytes of a command line become that are no text).
+    InputError if it is neither, a text without a tokenizer, or text with lone surrogates (what bytes on a command line
+    become that are no text).
     """
     if not isinstance(prompt, str):
-        return list(prompt)
+        return _checked(prompt)
     if tokenizer is None:
         raise InputError("This artifact has no tokenizer: give the prompt as token ids.")
     try:
@@ -26,6 +28,12 @@ def encode(tokenizer, prompt: str | Sequence[int]) -> list[int]:
     except UnicodeEncodeError as e:
         raise InputError(f"The prompt is not valid Unicode ({e.reason} at character {e.start}).") from e
     return list(tokenizer(prompt).input_ids)
+
+
+def _checked(ids) -> list[int]:
+    if not isinstance(ids, Sequence) or not all(isinstance(i, int) for i in ids):
+        raise InputError(f"A prompt must be text or a list of token ids, not {reprlib.repr(ids)}.")
+    return list(ids)
 
 
 class TextStream:

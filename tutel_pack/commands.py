@@ -71,7 +71,7 @@ class Commands(click.Group):
         except (MemoryError, RuntimeError) as e:
             if not _out_of_memory(e):
                 raise
-            reason = str(e).splitlines()[0] if str(e) else type(e).__name__
+            reason = (str(e) or type(e).__name__).splitlines()[0]
             raise _failure(f"Out of memory: {reason}", ResourceError.exit_code) from e
 
 
@@ -88,4 +88,5 @@ def _interrupted() -> click.exceptions.Exit:
 
 def _out_of_memory(error: Exception) -> bool:
     """torch has a class for GPUs only, and words for CPUs."""
-    return isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError" or "can't allocate memory" in str(error)
+    named = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
+    return named or "can't allocate memory" in str(error)

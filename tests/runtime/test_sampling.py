@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from fake_model import write_json
+from tests.runtime.fake_model import write_json
 from transformers.generation import logits_process as hf
 
 from tutel_pack.errors import InputError
@@ -36,7 +36,9 @@ def surprise(tokens: list[int], probs: torch.Tensor) -> float:
     return (ratio ** (1 / 3) - 1 + 2 / (9 * degrees)) / math.sqrt(2 / (9 * degrees))
 
 
-def by_transformers(logits: torch.Tensor, prompt=(), temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, repetition_penalty=1.0):
+def by_transformers(
+    logits: torch.Tensor, prompt=(), temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, repetition_penalty=1.0
+):
     """The exact distribution by transformers' own processors, in its order."""
     steps = [hf.RepetitionPenaltyLogitsProcessor(repetition_penalty)] if prompt else []
     steps += [hf.TemperatureLogitsWarper(temperature)]
@@ -67,7 +69,15 @@ def test_tokens_come_with_their_exact_probabilities(params):
     assert surprise(draw(LOGITS, **params), probs) < 4
 
 
-@pytest.mark.parametrize("params", [{"temperature": 1.1}, {"temperature": 1.0, "min_p": 0.02}, {"temperature": 1.0, "repetition_penalty": 1.1, "prompt": (1,)}], ids=str)
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"temperature": 1.1},
+        {"temperature": 1.0, "min_p": 0.1},
+        {"temperature": 1.0, "repetition_penalty": 1.1, "prompt": (1,)},
+    ],
+    ids=str,
+)
 def test_the_distribution_test_sees_other_parameters(params):
     assert surprise(draw(LOGITS, **params), by_transformers(LOGITS)) > 6
 
@@ -84,7 +94,9 @@ def test_top_p_of_a_large_vocabulary_keeps_the_tokens_that_transformers_keeps(vo
     assert top_p > 0.9 or not kept[outside].all()
 
 
-@pytest.mark.parametrize("params", [{}, {"temperature": 1e-4}, {"temperature": 5.0, "top_p": 0.0}, {"temperature": 5.0, "top_k": 1}], ids=str)
+@pytest.mark.parametrize(
+    "params", [{}, {"temperature": 1e-4}, {"temperature": 5.0, "top_p": 0.0}, {"temperature": 5.0, "top_k": 1}], ids=str
+)
 def test_greedy_takes_the_top_token(params):
     assert set(draw(LOGITS, rows=200, **params)) == {7}
 
@@ -120,13 +132,17 @@ def test_a_row_does_not_depend_on_its_company():
     """Every kind of parameters alone and among all the others, over 12 tokens."""
     kinds = [{k: v for k, v in f.items() if k != "prompt"} for f in FILTERS] + [{}, {"repetition_penalty": 2.0}]
     kinds = [SamplingParams(**kind, seed=i) for i, kind in enumerate(kinds)]
-    vocab = 3 * NUCLEUS
-    steps = [torch.randn(len(kinds), vocab, generator=torch.Generator().manual_seed(i)).bfloat16().float() for i in range(12)]
+    vocab = NUCLEUS + 500
+    steps = [
+        torch.randn(len(kinds), vocab, generator=torch.Generator().manual_seed(i)).bfloat16().float() for i in range(12)
+    ]
     together = [Sampler(kind, (1, 2), vocab) for kind in kinds]
     batched = [sample(logits, together) for logits in steps]
     for row, kind in enumerate(kinds):
         alone = Sampler(kind, (1, 2), vocab)
-        assert [sample(logits[row : row + 1], [alone])[0] for logits in steps] == [tokens[row] for tokens in batched], kind
+        assert [sample(logits[row : row + 1], [alone])[0] for logits in steps] == [tokens[row] for tokens in batched], (
+            kind
+        )
 
 
 def test_seeds_repeat_and_differ():
@@ -144,6 +160,18 @@ def test_the_penalty_reaches_generated_tokens_too():
     assert [sample(LOGITS[None], [sampler])[0] for _ in range(3)] == [7, 1, 5]
 
 
+def test_the_penalty_lowers_negative_logits_too():
+    sampler = Sampler(SamplingParams(repetition_penalty=2.0), (0,), 2)
+    assert sample(torch.tensor([[-1.0, -1.5]]), [sampler]) == [1]
+
+
+@pytest.mark.parametrize("point, token", [(0.0, 1), (1 - 2**-53, 2)])
+def test_the_ends_of_the_distribution_are_tokens_that_have_a_probability(point, token):
+    sampler = Sampler(SamplingParams(temperature=1.0), (), 4)
+    sampler.random.random = lambda: point
+    assert sample(torch.tensor([[-math.inf, 1.0, 1.0, -math.inf]]), [sampler]) == [token]
+
+
 def test_the_logits_stay_as_they_were():
     logits = LOGITS[None].clone()
     sample(logits, [Sampler(SamplingParams(temperature=1.0, repetition_penalty=2.0, top_k=2), (1,), len(LOGITS))])
@@ -153,9 +181,10 @@ def test_the_logits_stay_as_they_were():
 @pytest.mark.parametrize(
     "name, value",
     [
-        ("temperature", -0.1), ("temperature", math.nan), ("temperature", math.inf), ("temperature", "hot"), ("temperature", True),
-        ("top_k", -1), ("top_k", 2.5), ("top_p", 1.01), ("top_p", -0.1), ("top_p", math.nan), ("min_p", 2), ("repetition_penalty", 0),
-        ("repetition_penalty", math.inf), ("seed", -1), ("seed", 1.5), ("max_new_tokens", 0), ("stop", ("a", "")), ("stop", ("a", 1)),
+        ("temperature", -0.1), ("temperature", math.nan), ("temperature", math.inf), ("temperature", "hot"),
+        ("temperature", True), ("top_k", -1), ("top_k", 2.5), ("top_p", 1.01), ("top_p", -0.1), ("top_p", math.nan),
+        ("min_p", 2), ("repetition_penalty", 0), ("repetition_penalty", math.inf), ("seed", -1), ("seed", 1.5),
+        ("max_new_tokens", 0), ("stop", ("a", "")), ("stop", ("a", 1)),
     ],
 )  # fmt: skip
 def test_a_wrong_parameter_is_named(name, value):
@@ -183,7 +212,15 @@ def test_the_temperature_comes_from_the_caller_or_the_checkpoint(tmp_path, confi
 
 
 def test_the_checkpoint_sets_what_the_caller_leaves_open(tmp_path):
-    config = {"do_sample": True, "top_k": 20, "top_p": 0.8, "min_p": None, "repetition_penalty": 1.05, "max_new_tokens": 2048, "pad_token_id": 0}
+    config = {
+        "do_sample": True,
+        "top_k": 20,
+        "top_p": 0.8,
+        "min_p": None,
+        "repetition_penalty": 1.05,
+        "max_new_tokens": 2048,
+        "pad_token_id": 0,
+    }
     params = sampling_params(write_json(tmp_path, generation_config=config), top_p=0.5, stop="END")
     assert params == SamplingParams(1.0, 20, 0.5, 0.0, 1.05, max_new_tokens=2048, stop=("END",))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
-from fake_model import TEMPLATE, byte_tokenizer, sentencepiece_tokenizer
+from tests.runtime.fake_model import TEMPLATE, byte_tokenizer, sentencepiece_tokenizer
 
 from tutel_pack.errors import InputError
 from tutel_pack.runtime.chat import as_messages, render
@@ -141,6 +141,11 @@ def test_a_message_without_role_or_content_is_refused(messages):
         render(byte_tokenizer(TEMPLATE), messages)
 
 
+def test_an_empty_conversation_is_refused():
+    with pytest.raises(InputError, match="makes nothing"):
+        render(byte_tokenizer("{{ '' }}"), as_messages("Hi"))
+
+
 def test_what_the_template_refuses_is_said():
     with pytest.raises(InputError, match="refuses these messages: no tools here"):
         render(byte_tokenizer(TEMPLATE), [{"role": "tool", "content": "1"}])
@@ -148,7 +153,11 @@ def test_what_the_template_refuses_is_said():
 
 @pytest.mark.parametrize(
     "attack",
-    ["{{ ''.__class__.__mro__[1].__subclasses__() }}", "{{ messages.append(1) }}", "{{ cycler.__init__.__globals__.os.system('true') }}"],
+    [
+        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+        "{{ messages.append(1) }}",
+        "{{ cycler.__init__.__globals__.os.system('true') }}",
+    ],
 )
 def test_a_template_cannot_leave_its_sandbox(attack):
     with pytest.raises(InputError, match="refuses"):

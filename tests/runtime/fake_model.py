@@ -57,7 +57,8 @@ class FakeCache:
 
 
 class FakeDecoder:
-    """next_token: (tuple of all ids so far) -> the id whose logit is largest; None draws logits from a hash of them.
+    """next_token: (tuple of all ids so far) -> the id whose logit is largest; None draws logits from a hash of them,
+    and never EOS.
 
     memory: tokens that caches may have, beyond which they raise ResourceError. `batches` has what was run, as
     [(past, new tokens) of each sequence], `caches` every cache that was made.
@@ -94,7 +95,8 @@ class FakeDecoder:
 
     def _logits(self, past: tuple[int, ...]) -> torch.Tensor:
         if self._next_token is None:
-            return torch.randn(self.spec.vocab, generator=torch.Generator().manual_seed(hash(past) % 2**62)) * 3
+            logits = torch.randn(self.spec.vocab, generator=torch.Generator().manual_seed(hash(past) % 2**62)) * 3
+            return logits.index_fill(0, torch.tensor([EOS]), -math.inf)
         logits = torch.zeros(self.spec.vocab)
         logits[self._next_token(past)] = 50
         return logits
