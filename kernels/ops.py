@@ -1,7 +1,7 @@
 """The operations a decoder is made of: each contract stated once, checked once, and served by one backend.
 
-A backend is a module with functions of the same names and signatures as the methods of `Ops`. It is chosen by name when a
-model is loaded and never changes after that. Backends are given checked arguments and never empty ones.
+A backend is a module with functions of the same names and signatures as the methods of `Ops`. It is chosen by name
+when a model is loaded and never changes after that. Backends are given checked arguments.
 """
 
 from __future__ import annotations
@@ -73,7 +73,9 @@ class Ops:
     def embedding(self, ids: Tensor, w: Weight, dtype: torch.dtype) -> Tensor:
         """Rows of w [N, K], of one segment if packed, by ids int64 [T] in 0 … N − 1 -> [T, K] in `dtype`."""
         _check(ids.ndim == 1 and len(w.shape) == 2, "embedding", ids, w)
-        return self._backend.embedding(ids, w, dtype) if len(ids) else torch.empty(0, w.shape[1], dtype=dtype, device=ids.device)
+        if not len(ids):
+            return torch.empty(0, w.shape[1], dtype=dtype, device=ids.device)
+        return self._backend.embedding(ids, w, dtype)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """x [..., D] / sqrt(mean(x²) + eps) · weight [D], in float32 and rounded once -> [..., D]."""
@@ -94,17 +96,21 @@ class Ops:
         """The pairs (i, i + dim/2) of x [T, heads, D] turned by `rotation`, in float32 and rounded once; the dimensions
         from `dim` on stay."""
         cos, sin = rotation
-        _check(x.ndim == 3 and cos.shape == sin.shape == (len(x), cos.shape[1]) and 2 * cos.shape[1] <= x.shape[2], "rope", x, cos, sin)
+        fits = x.ndim == 3 and cos.shape == sin.shape == (len(x), cos.shape[1]) and 2 * cos.shape[1] <= x.shape[2]
+        _check(fits, "rope", x, cos, sin)
         return self._backend.rope(x, rotation) if len(x) else x
 
-    def attention(self, q: Tensor, keys: Tensor, values: Tensor, layout: Layout, window: int | None = None) -> Tensor:
+    def attention(
+        self, q: Tensor, keys: Tensor, values: Tensor, layout: Layout, window: int | None = None
+    ) -> Tensor:
         """Causal attention of q [T, heads, D] over a paged cache -> [T, heads, D], softmax scale D^−½.
 
-        keys, values: [blocks, B, kv_heads, D], holding the new tokens already; query head h reads head h·kv_heads/heads.
+        keys, values: [blocks, B, kv_heads, D], the new tokens' among them; query head h reads head h · kv_heads/heads.
         window: a query sees itself and the window − 1 positions before it; None sees all.
         """
-        fits = q.ndim == 3 and keys.shape == values.shape and keys.shape[3] == q.shape[2] and q.shape[1] % keys.shape[2] == 0
-        _check(fits and layout.starts[-1] == len(q), "attention", q, keys, values)
+        *_, kv_heads, head_dim = keys.shape
+        fits = q.ndim == 3 and q.shape[2] == head_dim and q.shape[1] % kv_heads == 0 and layout.starts[-1] == len(q)
+        _check(fits and keys.shape == values.shape, "attention", q, keys, values)
         return self._backend.attention(q, keys, values, layout, window) if len(q) else q
 
     def route(self, logits: Tensor, spec: Moe) -> tuple[Tensor, Tensor]:
@@ -126,4 +132,5 @@ class Ops:
 
 def _check(fits: bool, op: str, *arguments: Weight | None) -> None:
     if not fits:
-        raise ValueError(f"{op} cannot take arguments of shapes {', '.join(str(tuple(a.shape)) for a in arguments if a is not None)}")
+        shapes = ", ".join(str(tuple(a.shape)) for a in arguments if a is not None)
+        raise ValueError(f"{op} cannot take arguments of shapes {shapes}")

@@ -17,12 +17,15 @@ class GroupedQueryAttention:
         self._spec, self._layer, self._eps, self._ops = spec, layer, eps, ops
         prefix = f"model.layers.{layer}.self_attn."
         self._projections = {
-            name: (weights(f"{prefix}{name}_proj.weight"), weights(f"{prefix}{name}_proj.bias") if spec.bias else None) for name in "qkvo"
+            name: (weights(f"{prefix}{name}_proj.weight"), weights(f"{prefix}{name}_proj.bias") if spec.bias else None)
+            for name in "qkvo"
         }
         if spec.qk_norm:
             self._q_norm, self._k_norm = weights(prefix + "q_norm.weight"), weights(prefix + "k_norm.weight")
 
-    def __call__(self, x: Tensor, cache: PagedCache, layout: Layout, rotations: dict[Rope, tuple[Tensor, Tensor]]) -> Tensor:
+    def __call__(
+        self, x: Tensor, cache: PagedCache, layout: Layout, rotations: dict[Rope, tuple[Tensor, Tensor]]
+    ) -> Tensor:
         """x [T, H], normed -> [T, H]; stores the new keys and values in the cache.
 
         rotations: of the batch's positions, for each Rope of the model.

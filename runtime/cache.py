@@ -20,13 +20,13 @@ class PagedCache:
     pools do not fit into the device's memory.
     """
 
-    def __init__(self, heads: Sequence[tuple[int, int]], blocks: int, block_size: int, device: torch.device, dtype: torch.dtype):
+    def __init__(
+        self, heads: Sequence[tuple[int, int]], blocks: int, block_size: int, device: torch.device, dtype: torch.dtype
+    ):
         self.block_size = block_size
-        self._free = list(range(blocks - 1, -1, -1))
-        self._used: set[int] = set()
         try:
             self.keys, self.values = (
-                [torch.empty(blocks, block_size, *shape, dtype=dtype, device=device) for shape in heads] for _ in range(2)
+                [torch.empty(blocks, block_size, *shape, dtype=dtype, device=device) for shape in heads] for _ in "kv"
             )
         except RuntimeError as e:  # torch's out-of-memory errors, of any device
             size = 2 * blocks * block_size * dtype.itemsize * sum(math.prod(shape) for shape in heads)
@@ -34,6 +34,7 @@ class PagedCache:
                 f"A cache of {blocks * block_size} tokens takes {size / 1e9:.1f} GB, which {device} does not have: "
                 "ask for a shorter context or fewer sequences at once."
             ) from e
+        self._free, self._used = list(range(blocks - 1, -1, -1)), set()
 
     @property
     def free_blocks(self) -> int:
@@ -62,7 +63,7 @@ class PagedCache:
     def layout(self, batch: Batch) -> Layout:
         """Where the batch's sequences and new tokens are stored.
 
-        ValueError if a block table does not reach its sequence's last token: the next table's blocks would be overwritten.
+        ValueError if a block table does not reach its sequence's last token: another's blocks would be overwritten.
         """
         counts = [stop - start for start, stop in zip(batch.starts, batch.starts[1:])]
         lengths = self._lengths(batch, counts)
@@ -70,7 +71,8 @@ class PagedCache:
             if len(table) * self.block_size < length:
                 raise ValueError(f"sequence {s} has {length} tokens but only {len(table)} blocks of {self.block_size}")
         sizes = [len(table) for table in batch.block_tables]
-        blocks = torch.tensor([b for table in batch.block_tables for b in table], dtype=torch.int64).to(batch.tokens.device)
+        blocks = torch.tensor([b for table in batch.block_tables for b in table], dtype=torch.int64)
+        blocks = blocks.to(batch.positions.device)
         tables = [table[: -(-length // self.block_size)] for table, length in zip(blocks.split(sizes), lengths)]
         return Layout(batch.starts, lengths, tables, self._slots(batch.positions, counts, sizes, blocks))
 
@@ -82,8 +84,9 @@ class PagedCache:
 
     def _slots(self, positions: Tensor, counts: list[int], sizes: list[int], blocks: Tensor) -> Tensor:
         """int64 [T]: block id · block_size + place in the block of every new token."""
-        table_starts = torch.tensor([0, *sizes]).cumsum(0)[:-1].repeat_interleave(torch.tensor(counts, dtype=torch.int64)).to(positions.device)
-        block = blocks[table_starts + positions // self.block_size]
+        table_starts = torch.tensor([0, *sizes])[:-1].cumsum(0)
+        first_block = table_starts.repeat_interleave(torch.tensor(counts, dtype=torch.int64)).to(positions.device)
+        block = blocks[first_block + positions // self.block_size]
         return block * self.block_size + positions % self.block_size
 
     def append(self, layer: int, keys: Tensor, values: Tensor, layout: Layout) -> None:

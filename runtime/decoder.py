@@ -53,7 +53,8 @@ class Decoder:
         last norm, of every token. Token ids must be in 0 … vocab − 1.
         """
         layout = cache.layout(batch)
-        rotations = {rope: self._ops.rotation(batch.positions, rope) for rope in {layer.attention.rope for layer in self.spec.layers}}
+        ropes = {layer.attention.rope for layer in self.spec.layers}
+        rotations = {rope: self._ops.rotation(batch.positions, rope) for rope in ropes}
         x = self._ops.embedding(batch.tokens, self._embedding, self.dtype)
         for layer in self._layers:
             x = layer(x, cache, layout, rotations)
@@ -69,10 +70,14 @@ class _DecoderLayer:
     def __init__(self, model: ModelSpec, index: int, weights: Weights, ops: Ops):
         self._ops, self._eps = ops, model.norm_eps
         spec, prefix = model.layers[index], f"model.layers.{index}."
-        self._input_norm, self._post_norm = (weights(f"{prefix}{name}_layernorm.weight") for name in ("input", "post_attention"))
+        self._input_norm = weights(prefix + "input_layernorm.weight")
         self._attention = GroupedQueryAttention(spec.attention, index, model.norm_eps, weights, ops)
-        self._mlp = MoeBlock(spec.mlp, index, weights, ops) if isinstance(spec.mlp, Moe) else DenseBlock(index, weights, ops)
+        self._post_norm = weights(prefix + "post_attention_layernorm.weight")
+        routed = isinstance(spec.mlp, Moe)
+        self._mlp = MoeBlock(spec.mlp, index, weights, ops) if routed else DenseBlock(index, weights, ops)
 
-    def __call__(self, x: Tensor, cache: PagedCache, layout: Layout, rotations: dict[Rope, tuple[Tensor, Tensor]]) -> Tensor:
+    def __call__(
+        self, x: Tensor, cache: PagedCache, layout: Layout, rotations: dict[Rope, tuple[Tensor, Tensor]]
+    ) -> Tensor:
         x = x + self._attention(self._ops.rms_norm(x, self._input_norm, self._eps), cache, layout, rotations)
         return x + self._mlp(self._ops.rms_norm(x, self._post_norm, self._eps))

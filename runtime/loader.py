@@ -27,14 +27,17 @@ _log = logging.getLogger(__name__)
 
 
 def load_packed(
-    path: str | os.PathLike, device: torch.device | str = "auto", dtype: torch.dtype | None = None, backend: str = "auto"
+    path: str | os.PathLike,
+    device: torch.device | str = "auto",
+    dtype: torch.dtype | None = None,
+    backend: str = "auto",
 ) -> PackedModel:
     """Load a packed artifact. Its weights stay packed; on a CPU they stay in the mapped files.
 
     device: "auto" takes a GPU if torch sees one, else the CPU.  dtype: of activations and the cache, bfloat16 if None.
     backend: the name of the kernels to run with, see kernels.ops.BACKENDS.
-    InputError if `path` is no artifact, if it is damaged, or if an option is unknown; ResourceError if the device is not
-    there or too small.
+    InputError if `path` is no artifact, if it is damaged, or if an option is unknown; ResourceError if the device is
+    not there or too small.
     """
     dtype = dtype or torch.bfloat16
     if dtype not in DTYPES:
@@ -56,7 +59,7 @@ def _device(device: torch.device | str) -> torch.device:
         torch.empty(0, device=device)
     except (AssertionError, NotImplementedError, RuntimeError) as e:  # the ways torch refuses a device that it lacks
         reason = str(e).splitlines()[0].rstrip(".")
-        raise ResourceError(f"Device {str(device)!r} cannot be used here ({reason}): choose another, such as 'cpu'.") from e
+        raise ResourceError(f"Device {str(device)!r} cannot be used here ({reason}): try 'cpu'.") from e
     return device
 
 
@@ -118,10 +121,12 @@ class PackedModel:
 
     def _check(self, input_ids: Tensor) -> None:
         if not isinstance(input_ids, Tensor) or input_ids.dtype != torch.int64 or input_ids.ndim != 2:
-            found = f"{input_ids.dtype} {list(input_ids.shape)}" if isinstance(input_ids, Tensor) else type(input_ids).__name__
+            is_tensor = isinstance(input_ids, Tensor)
+            found = f"{input_ids.dtype} {list(input_ids.shape)}" if is_tensor else type(input_ids).__name__
             raise InputError(f"input_ids must be an int64 tensor [sequences, tokens], not {found}.")
-        if input_ids.shape[1] > self.spec.context:
-            raise InputError(f"{input_ids.shape[1]} tokens are more than the model's context of {self.spec.context}: shorten the input.")
+        length, context = input_ids.shape[1], self.spec.context
+        if length > context:
+            raise InputError(f"{length} tokens are more than the model's context of {context}: shorten the input.")
         outside = input_ids[(input_ids < 0) | (input_ids >= self.spec.vocab)]
         if len(outside):
             raise InputError(f"Token id {outside[0].item()} is not in the vocabulary of {self.spec.vocab}.")

@@ -14,7 +14,9 @@ class DenseBlock:
 
     def __init__(self, layer: int, weights: Weights, ops: Ops):
         self._ops = ops
-        self._gate, self._up, self._down = (weights(f"model.layers.{layer}.mlp.{name}_proj.weight") for name in ("gate", "up", "down"))
+        prefix = f"model.layers.{layer}.mlp."
+        self._gate, self._up = weights(prefix + "gate_proj.weight"), weights(prefix + "up_proj.weight")
+        self._down = weights(prefix + "down_proj.weight")
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [T, H], normed -> [T, H]."""

@@ -23,5 +23,7 @@ class Weights:
         """InputError if the weight has another shape than the spec says."""
         weight, shape = self._load(name), self._shapes[name]
         if tuple(weight.shape) != shape:
-            raise InputError(f"{name} has shape {tuple(weight.shape)} where the model's description asks for {shape}: convert again.")
+            raise InputError(
+                f"{name} has shape {tuple(weight.shape)} where the model's description asks for {shape}: convert again."
+            )
         return weight.to(self._device)

@@ -39,7 +39,7 @@ def random_artifact(folder: Path, layers: int) -> Path:
         for stored, (dtype, shape) in entry.stored(name).items():
             writer.write(stored, (), random_part(stored.removeprefix(name), dtype, shape))
     writer.close()
-    write_manifest(folder, Manifest({}, spec, {}, entries, {"all.safetensors": describe_file(folder / "all.safetensors")}))
+    write_manifest(folder, Manifest({"repo": "random", "commit": None}, spec, {}, entries, {"all.safetensors": describe_file(folder / "all.safetensors")}))
     return folder
 
 

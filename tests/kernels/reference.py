@@ -1,4 +1,4 @@
-"""What the kernels must compute: loops in float64 over weights decoded here from their bits, and how far off is too far."""
+"""What kernels must compute: loops in float64 over weights decoded here from their bits; and how far off is too far."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ TILE = 16
 def tolerance(dtype: torch.dtype, k: int) -> float:
     """Of the root-mean-square error of a tile, relative to the tile's root mean square.
 
-    A rounding is off by at most u, by u/√3 in the mean square. Zero-mean errors of many weights add up in a product as its
-    terms do, so each rounding on the way (of weights, of a product, of an activation) adds (u/√3)². The longest way, moe,
-    has 8: gate and up weights and products, swiglu, down weights and product, the total: √8·u/√3 = 1.6 u. A tile may be as
-    small as 16 values, whose mean square is 1.5 times the expected one now and then, and silu stretches some errors: 4 u.
-    The float32 sums of two products of length k add √k · 2⁻²⁴ each.
+    A rounding is off by at most u, by u/√3 in the mean square. Zero-mean errors of many weights add up in a product as
+    its terms do, so each rounding on the way (of weights, of a product, of an activation) adds (u/√3)². The longest
+    way, moe, has 8: gate and up weights and products, swiglu, down weights and product, the total: √8·u/√3 = 1.6 u.
+    A tile may be as small as 16 values, whose mean square is 1.5 times the expected one now and then, and silu
+    stretches some errors: 4 u. The float32 sums of two products of length k add √k · 2⁻²⁴ each.
     """
     return 4 * UNIT[dtype] + 2 * math.sqrt(k) * 2.0**-24
 
@@ -43,9 +43,11 @@ def worst_tile(got: torch.Tensor, expected: np.ndarray, groups: list[np.ndarray]
     worst = 0.0
     for rows in [np.arange(len(got))] if groups is None else groups:
         for start in range(0, expected.shape[1] if len(rows) else 0, TILE):
-            e = expected[rows, start : start + TILE]
-            error, size = np.square(got[rows, start : start + TILE] - e).mean(), np.square(e).mean()
-            worst = max(worst, math.inf if math.isnan(error) or (size == 0 and error > 0) else math.sqrt(error / size) if size else 0.0)
+            tile = expected[rows, start : start + TILE]
+            error, size = np.square(got[rows, start : start + TILE] - tile).mean(), np.square(tile).mean()
+            if math.isnan(error) or error > size == 0:
+                return math.inf
+            worst = max(worst, math.sqrt(error / size) if size else 0.0)
     return worst
 
 
@@ -98,7 +100,9 @@ def _scales(p: PackedTensor) -> np.ndarray:
     return E4M3[p.scale.view(torch.uint8).numpy()] if p.format.name == "nvfp4" else p.scale.double().numpy()
 
 
-def random_packed(fmt: str | Format, shape: tuple[int, ...], segments: tuple[int, ...] | None = None, seed: int = 0) -> PackedTensor:
+def random_packed(
+    fmt: str | Format, shape: tuple[int, ...], segments: tuple[int, ...] | None = None, seed: int = 0
+) -> PackedTensor:
     """Random bytes, of every finite code, under scales that differ from block to block; values are around K^−½."""
     fmt = FORMATS[fmt] if isinstance(fmt, str) else fmt
     segments = segments or shape[-2:-1]
@@ -115,7 +119,8 @@ def random_packed(fmt: str | Format, shape: tuple[int, ...], segments: tuple[int
     data = torch.randint(256, stored, dtype=torch.uint8, generator=g)
     if fmt.name == "mxfp4":
         exponent = 127 + round(math.log2(size / 3))
-        return PackedTensor(fmt, shape, segments, data, torch.randint(exponent - 2, exponent + 2, grid, dtype=scale_dtype, generator=g))
+        scale = torch.randint(exponent - 2, exponent + 2, grid, dtype=scale_dtype, generator=g)
+        return PackedTensor(fmt, shape, segments, data, scale)
     factors = _spread(parts["_scale_2"][1], g) * size / 60
     return PackedTensor(fmt, shape, segments, data, (_spread(grid, g) * 20).to(scale_dtype), factors)
 
@@ -135,7 +140,9 @@ def linear64(x: torch.Tensor, w: np.ndarray, bias: torch.Tensor | None = None) -
     return out if bias is None else out + bias.double().numpy()
 
 
-def moe64(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, gate_up: np.ndarray, down: np.ndarray) -> np.ndarray:
+def moe64(
+    x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, gate_up: np.ndarray, down: np.ndarray
+) -> np.ndarray:
     """The loop that `Ops.moe` describes."""
     x, weights = x.double().numpy(), weights.double().numpy()
     out = np.zeros_like(x)
