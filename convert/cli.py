@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from collections import defaultdict
@@ -51,6 +52,8 @@ def main():
     MODEL is a Hugging Face Hub id or a folder. Weights are streamed: memory stays small, and nothing of a Hub
     checkpoint is stored but the artifact. Run the result with tutel-run.
     """
+    if sys.stdout:
+        sys.stdout.reconfigure(errors="backslashreplace")  # names of files need not be text, nor output UTF-8
 
 
 @main.command()
@@ -68,12 +71,13 @@ def main():
 def pack(model, fmt, output, revision, rest, overrides, scales, dry_run, force, as_json, quiet):
     """Convert a checkpoint (the default command)."""
     from tutel_pack.convert import pipeline
+    from tutel_pack.convert.output import check_output
     from tutel_pack.quant.recipe import Recipe
 
     output = output or pipeline.default_output(model, fmt)
     recipe = Recipe(fmt, rest, overrides, scales)
     if not dry_run:
-        pipeline.check_output(output, force)
+        check_output(output, force)
     job = pipeline.plan(model, recipe, revision)
     facts = {"output": str(output), **plan_facts(job)}
     if dry_run:
@@ -111,7 +115,14 @@ class Progress:
             self._file = file
             self._bar.set_description(file.removesuffix(".safetensors"))
             if self._lines:
-                click.echo(f"{file}: {self._read / self._total:.0%} of {size(self._total)} read", err=True)
+                self._say(f"{file}: {self._read / self._total:.0%} of {size(self._total)} read")
+
+    def _say(self, line: str) -> None:
+        try:
+            click.echo(line, err=True)
+        except BrokenPipeError:  # nobody reads the lines any more, which is no reason to stop the work
+            self._lines = False
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
 
 
 def plan_facts(job) -> dict:
@@ -190,7 +201,7 @@ def inspect(artifact, as_json):
     recipe = ", ".join(f"{key} {value}" for key, value in manifest.recipe.items() if value)
     click.echo(f"{artifact}: {manifest.spec.family}, {len(manifest.spec.layers)} layers, {size(found.nbytes)}")
     click.echo(f"  from {source}  ({recipe})")
-    width = max(map(len, manifest.tensors))
+    width = max(map(len, manifest.tensors), default=0)
     for name, entry in manifest.tensors.items():
         shape = "×".join(map(str, entry.shape))
         error = f"{manifest.errors[name]['rms']:.2%}" if name in manifest.errors else ""

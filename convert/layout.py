@@ -6,6 +6,8 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import torch
+
 from tutel_pack.artifact import Entry
 from tutel_pack.convert.families import Piece, Target
 from tutel_pack.errors import InputError
@@ -50,15 +52,23 @@ def entry_for(target: Target, recipe: Recipe) -> Entry:
     if target.tensor.role == KEEP:
         if len(dtypes) > 1 or any(fmt is not None and fmt.block for fmt in stored):
             raise InputError(f"{target.name} is quantized in the source, which is not supported for this kind of tensor.")
+        _check_type(target, dtypes)
         return Entry(_file(target.name), target.tensor.shape, dtype=dtypes.pop())
     if None in stored:
-        raise InputError(f"{target.name} has the type {dtypes.pop()} in the source, which is no type of a weight.")
+        _check_type(target, dtypes)
     # Pieces in different formats have no common one to keep.
     source = stored.pop() if len(stored) == 1 else Format("mixed", None)
     chosen = recipe.format_for(target.name, target.tensor.role, source)
     if chosen.name == "mixed":
         raise InputError(f"{target.name} mixes formats in the source: give it one with --override.")
     return Entry(_file(target.name), target.tensor.shape, chosen, target.tensor.segments or target.tensor.shape[-2:-1])
+
+
+def _check_type(target: Target, dtypes: set[torch.dtype]) -> None:
+    """InputError for what is neither a weight of one of the usual types nor one that a dialect has found the scales of."""
+    if other := dtypes - {torch.bfloat16, torch.float16, torch.float32}:
+        found = ", ".join(sorted(map(str, other)))
+        raise InputError(f"{target.name} has the type {found} in the source, where BF16, F16 or F32 is needed.")
 
 
 def _file(name: str) -> str:

@@ -14,7 +14,7 @@ from tutel_pack.convert.layout import Unit
 from tutel_pack.convert.source import Source
 from tutel_pack.errors import InputError
 from tutel_pack.formats import DATA, GLOBAL, SCALE, PackedTensor
-from tutel_pack.quant.codec import NonFiniteError, amax_of, decode, encode
+from tutel_pack.quant.codec import Encoded, NonFiniteError, amax_of, decode, encode
 from tutel_pack.quant.nvfp4 import global_scale
 
 Rows = PackedTensor | Tensor
@@ -51,22 +51,32 @@ def pack_unit(unit: Unit, entry: Entry, rows: list[Rows], writer: FileWriter, ru
     InputError names the tensor and the place of a weight that is not finite.
     """
     if entry.format is None:
-        _write_plain(unit, rows[0], writer)
+        _write_plain(unit, entry, rows[0], writer)
         return None
-    if all(isinstance(r, PackedTensor) and r.format == entry.format for r in rows):
-        _write_pieces(unit, entry, rows, writer)
-        return None
+    if any(_is_kept(r, entry) for r in rows):
+        return _pack_pieces(unit, entry, rows, writer, rule)
     x = torch.cat([_values(r) for r in rows])
     segments, shape = entry.segments, (unit.experts, entry.shape[-2], x.shape[1])
     if unit.segment is not None:
         segments, shape = (unit.rows,), (1, unit.rows, x.shape[1])
     scales = None if amax is None else global_scale(amax).view(1, 1)
-    try:
-        encoded = encode(x.view(shape), entry.format, segments, rule, scales)
-    except NonFiniteError as e:
-        raise InputError(_non_finite(unit, entry, e.index)) from None
+    encoded = _encode(unit, entry, x.view(shape), segments, rule, scales, 0, unit.segment or 0)
     _write_packed(unit, entry, encoded.tensor, writer)
     return Loss(encoded.error, encoded.energy)
+
+
+def _is_kept(rows: Rows, entry: Entry) -> bool:
+    """Whether rows are in the entry's format already, so that their bytes are only re-laid."""
+    return isinstance(rows, PackedTensor) and rows.format == entry.format
+
+
+def _encode(unit: Unit, entry: Entry, x: Tensor, segments, rule: str | None, scales: Tensor | None, expert: int, segment: int) -> Encoded:
+    """encode x [e, n, K], which begins at that expert of the unit and at that segment of it."""
+    try:
+        return encode(x, entry.format, segments, rule, scales)
+    except NonFiniteError as e:
+        e_index, row, column = e.index
+        raise InputError(_non_finite(unit, entry, expert + e_index, segment, row, column)) from None
 
 
 def _values(rows: Rows) -> Tensor:
@@ -76,16 +86,45 @@ def _values(rows: Rows) -> Tensor:
     return decode(rows) if rows.format.block else rows.data
 
 
-def _write_plain(unit: Unit, rows: Rows, writer: FileWriter) -> None:
+def _write_plain(unit: Unit, entry: Entry, rows: Rows, writer: FileWriter) -> None:
     data = rows if isinstance(rows, Tensor) else rows.data
+    if place := first_non_finite(data):
+        raise InputError(_non_finite(unit, entry, 0, 0, *place))
     writer.write(unit.target.name, (unit.first,), data)
 
 
-def _write_pieces(unit: Unit, entry: Entry, rows: list[PackedTensor], writer: FileWriter) -> None:
-    """Re-lay the bytes of each piece where its segment stands."""
+def _pack_pieces(unit: Unit, entry: Entry, rows: list[Rows], writer: FileWriter, rule: str | None) -> Loss | None:
+    """Re-lay the bytes of each piece where its segment stands. A piece in another format is encoded by itself."""
     segments = range(len(entry.segments)) if unit.segment is None else [unit.segment]
+    error, energy = torch.zeros(2, unit.experts, dtype=torch.float64)
     for i, piece in enumerate(rows):
-        _write_rows(unit, entry, piece, unit.expert + i // len(segments), segments[i % len(segments)], unit.first, writer)
+        expert, segment = i // len(segments), segments[i % len(segments)]
+        if _is_kept(piece, entry):
+            _check_finite(unit, entry, expert, segment, piece)
+        else:
+            encoded = _encode(unit, entry, _values(piece)[None], None, rule, None, expert, segment)
+            error[expert], energy[expert] = error[expert] + encoded.error[0], energy[expert] + encoded.energy[0]
+            piece = encoded.tensor.expert(0)
+        _write_rows(unit, entry, piece, unit.expert + expert, segment, unit.first, writer)
+    return None if all(_is_kept(r, entry) for r in rows) else Loss(error, energy)
+
+
+def _check_finite(unit: Unit, entry: Entry, expert: int, segment: int, piece: PackedTensor) -> None:
+    block = piece.format.block or (1, 1)
+    if place := first_non_finite(piece.data):
+        raise InputError(_non_finite(unit, entry, expert, segment, *place))
+    if piece.scale is not None and (place := first_non_finite(piece.scale)):
+        raise InputError(_non_finite(unit, entry, expert, segment, *(i * b for i, b in zip(place, block))))
+
+
+def first_non_finite(t: Tensor) -> tuple[int, ...] | None:
+    """Place of the first NaN or infinity of a float tensor, None if there is none."""
+    if t.dtype == torch.float8_e4m3fn:  # few operations take it, and its only NaNs are 0x7F and 0xFF
+        t = t.view(torch.uint8) & 0x7F
+        return tuple((t == 0x7F).nonzero()[0].tolist()) if t.max() == 0x7F else None
+    if not t.is_floating_point() or all(torch.isfinite(end) for end in torch.aminmax(t)):
+        return None
+    return tuple((~torch.isfinite(t)).nonzero()[0].tolist())
 
 
 def _write_packed(unit: Unit, entry: Entry, packed: PackedTensor, writer: FileWriter) -> None:
@@ -113,8 +152,8 @@ def _write_rows(unit: Unit, entry: Entry, packed: PackedTensor, expert: int, seg
             writer.write(unit.target.name + suffix, (*lead, places[suffix]), part)
 
 
-def _non_finite(unit: Unit, entry: Entry, index: tuple[int, int, int]) -> str:
-    expert, row, column = index
-    row += unit.first + sum(entry.segments[: unit.segment or 0])
-    place = [row, column] if len(entry.shape) == 2 else [unit.expert + expert, row, column]
+def _non_finite(unit: Unit, entry: Entry, expert: int, segment: int, row: int, column: int | None = None) -> str:
+    """expert: counted from the unit's first; row: from the unit's first row, or the segment's start."""
+    row += unit.first + sum(entry.segments[:segment])
+    place = [unit.expert + expert, row, column][0 if len(entry.shape) == 3 else 1 : 2 if column is None else 3]
     return f"{unit.target.name} has a weight that is NaN or infinite at {place}: the checkpoint is damaged; download it again."

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import errno
 import fnmatch
 import os
-import shutil
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
@@ -21,19 +18,22 @@ from tutel_pack.convert.dialects import find_weights
 from tutel_pack.convert.families import Target, find_family, match
 from tutel_pack.convert.headers import read_index
 from tutel_pack.convert.layout import Unit, entry_for, units
+from tutel_pack.convert.output import check_output, output_folder
 from tutel_pack.convert.pack import Loss, expert_amax, pack_unit, read_unit
 from tutel_pack.convert.source import Source, open_source
-from tutel_pack.errors import InputError, ResourceError
+from tutel_pack.errors import InputError
 from tutel_pack.quant.recipe import Recipe
 from tutel_pack.spec import ModelSpec
 
 COPIED = (
-    "config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab*",
-    "merges.txt", "*.tiktoken", "chat_template*", "LICENSE*", "NOTICE*", "USE_POLICY*",
+    "config.json", "generation_config.json", "tokenizer*.json", "tokenizer*.model", "tokenizer.model.v*",
+    "special_tokens_map.json", "added_tokens.json", "vocab*.json", "vocab*.txt", "merges.txt", "*.tiktoken",
+    "chat_template*.jinja", "chat_template*.json", "LICENSE*", "NOTICE*", "USE_POLICY*",
 )  # fmt: skip
-"""Files that are copied as they are. Nothing that could be run is among them."""
+"""Files of the top level that are copied as they are. Nothing that could be run is among them."""
 READ_AHEAD = 2
 """Units that are read while one is encoded."""
+_COPY_BYTES = 1 << 24
 
 
 @dataclass(frozen=True)
@@ -79,10 +79,17 @@ def plan(model: str, recipe: Recipe, revision: str | None = None) -> Job:
     InputError for anything that would not convert: unknown model type or quantization, missing, unknown or misshapen
     tensors, broken files. ResourceError if the Hub cannot be reached.
     """
+    folder = os.path.expanduser(model)
+    if os.path.isdir(folder) and not os.path.exists(os.path.join(folder, "config.json")):  # before all that is below is listed
+        raise InputError(f"{model} has no config.json: name a checkpoint in Hugging Face format.")
     source = open_source(model, revision)
+    if MANIFEST in source.files:
+        raise InputError(f"{source.name} is a packed artifact already: run it with tutel-run, or convert what it was made from.")
     if "config.json" not in source.files:
         raise InputError(f"{source.name} has no config.json: name a checkpoint in Hugging Face format.")
     config = source.read_json("config.json")
+    if not isinstance(config, dict):
+        raise InputError(f"config.json in {source.name} is not a JSON object: {source.remedy}.")
     family = find_family(config)
     weights = find_weights(read_index(source), config)
     spec = family.spec(config)
@@ -91,16 +98,19 @@ def plan(model: str, recipe: Recipe, revision: str | None = None) -> Job:
     targets, skipped = match(family, spec, weights)
     recipe.check_overrides({t.name: t.tensor.role for t in targets})
     entries = {t.name: entry_for(t, recipe) for t in targets}
-    copied = [name for name in sorted(source.files) if any(fnmatch.fnmatch(name, p) for p in COPIED)]
+    top = [name for name in sorted(source.files) if "/" not in name and name.isprintable()]
+    copied = [name for name in top if any(fnmatch.fnmatchcase(name, p) for p in COPIED)]
     return Job(source, spec, recipe, targets, entries, skipped, copied)
 
 
 def default_output(model: str, fmt: str) -> Path:
     """NAME-FMT in the working directory, NAME being the last part of the folder or Hub id."""
-    return Path(f"{Path(model).resolve().name if Path(model).exists() else model.split('/')[-1]}-{fmt}")
+    path = os.path.expanduser(model)
+    name = os.path.basename(os.path.abspath(path)) if os.path.exists(path) else model.split("/")[-1]
+    return Path(f"{name}-{fmt}")
 
 
-def convert(
+def convert_checkpoint(
     model: str,
     output: str | os.PathLike | None = None,
     *,
@@ -122,33 +132,10 @@ def convert(
     return run(plan(model, Recipe(fmt, rest, tuple(overrides), scales), revision), output, force)
 
 
-def check_output(output: Path, force: bool) -> None:
-    """InputError if `output` cannot become an artifact: only an artifact is ever replaced, and only by force."""
-    if not output.exists() or (output.is_dir() and not any(output.iterdir())):
-        return
-    if not (output / MANIFEST).exists():
-        raise InputError(f"{output} exists and is not an artifact: name another place with -o.")
-    if not force:
-        raise InputError(f"{output} exists: replace it with --force, or name another place with -o.")
-
-
 def run(job: Job, output: Path, force: bool = False, progress: Callable[[str, int], None] = lambda file, read: None) -> Path:
     """Carry out a planned conversion. progress: called with the file at work and the bytes read since the last call."""
-    check_output(output, force)
-    # A name of its own until all is done, beside the output so that the last step is a rename.
-    partial = output.absolute().parent / f"{output.name}.partial"
-    with _storage_errors(output):
-        partial.parent.mkdir(parents=True, exist_ok=True)
-        _check_space(partial.parent, job.bytes_written)
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir()
-        try:
-            _fill(job, partial, progress)
-            if output.exists():
-                shutil.rmtree(output)
-            partial.rename(output)
-        finally:
-            shutil.rmtree(partial, ignore_errors=True)
+    with output_folder(output, force, job.bytes_written) as folder:
+        _fill(job, folder, progress)
     return output
 
 
@@ -159,20 +146,30 @@ def _fill(job: Job, folder: Path, progress: Callable[[str, int], None]) -> None:
         try:
             for file, group in job.files():
                 entries = list(group)
-                writer = FileWriter(folder / file, stored_tensors(entries))
-                for name, entry in entries:
-                    losses[name] = _pack(job, targets[name], entry, writer, readers, lambda n: progress(file, n))
-                writer.close()
+                with FileWriter(folder / file, stored_tensors(entries)) as writer:
+                    for name, entry in entries:
+                        losses[name] = _pack(job, targets[name], entry, writer, readers, lambda n: progress(file, n))
                 facts[file] = digester.submit(describe_file, folder / file)
+        except BaseException:
+            job.source.close()  # readers may be waiting for the Hub, and they are waited for
+            raise
         finally:
             readers.shutdown(cancel_futures=True)
         for name in job.copied:
-            (folder / name).write_bytes(job.source.read(name, 0, job.source.files[name]))
+            _copy(job.source, name, folder / name)
             facts[name] = digester.submit(describe_file, folder / name)
         files = {name: f.result() for name, f in facts.items()}
     errors = {name: summary for name, found in losses.items() if (summary := _summary(found))}
     source = {"repo": job.source.name, "commit": job.source.commit}
     write_manifest(folder, Manifest(source, job.spec, job.recipe.to_json(), job.entries, files, errors, job.skipped))
+
+
+def _copy(source: Source, name: str, path: Path) -> None:
+    with open(path, "wb") as f:
+        for start in range(0, source.files[name], _COPY_BYTES):
+            f.write(source.read(name, start, min(start + _COPY_BYTES, source.files[name])))
+        f.flush()
+        os.fsync(f.fileno())
 
 
 def _pack(job: Job, target: Target, entry: Entry, writer: FileWriter, readers, progress) -> list[tuple[Unit, Loss]]:
@@ -218,23 +215,3 @@ def _summary(losses: list[tuple[Unit, Loss]]) -> dict | None:
     relative = (error / energy.clamp(min=tiny)).sqrt()
     worst = int(relative.argmax())
     return {"rms": rms, "worst_expert": worst, "worst_rms": float(relative[worst])}
-
-
-def _check_space(folder: Path, needed: int) -> None:
-    free = shutil.disk_usage(folder).free
-    if free < needed:
-        raise ResourceError(
-            f"{folder} has {free / 1e9:.2f} GB free and the artifact needs {needed / 1e9:.2f} GB: free some space, or name another place with -o."
-        )
-
-
-@contextmanager
-def _storage_errors(output: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as e:
-        if e.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise ResourceError(f"No space left for {output}: free some, or name another place with -o.") from e
-        if e.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR):
-            raise InputError(f"{output} cannot be written ({e.strerror}): name another place with -o.") from e
-        raise

@@ -8,11 +8,11 @@ import json
 import logging
 import os
 import re
+import threading
 from collections import Counter
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
-from time import sleep
 from typing import NoReturn
 from urllib.parse import urljoin, urlsplit
 
@@ -46,7 +46,11 @@ class Source:
         self.name = name
         self.commit = commit
         self.files = files
-        self.remedy = "use another revision" if commit else "download it again"
+        self._closed = threading.Event()
+
+    @property
+    def remedy(self) -> str:
+        return "use another revision" if self.commit else "download it again"
 
     def read(self, file: str, start: int, stop: int) -> bytearray:
         """Bytes [start, stop) of `file`. Raises InputError if there is no such file or range, ResourceError if it
@@ -76,7 +80,9 @@ class Source:
             raise InputError(f"{file!r} in {self.name} {error}: {self.remedy}") from None
 
     def close(self) -> None:
-        """Ends the use of the source. No handle is held between two reads; the HTTP session is huggingface_hub's."""
+        """Ends the use of the source: reads that wait for another attempt fail now. No handle is held between two reads;
+        the HTTP session is huggingface_hub's."""
+        self._closed.set()
 
 
 def open_source(model: str, revision: str | None = None) -> Source:
@@ -101,6 +107,11 @@ def open_source(model: str, revision: str | None = None) -> Source:
         if model.count("/") == 1:
             return HubSource(model, revision or constants.DEFAULT_REVISION)
     raise InputError(f"{model!r} is neither an existing folder nor a Hub id of the form org/name")
+
+
+def pause(closed: threading.Event, seconds: float) -> bool:
+    """Waits, and says whether the source was closed meanwhile."""
+    return closed.wait(seconds)
 
 
 def is_inside(path: str) -> bool:
@@ -142,7 +153,7 @@ class FolderSource(Source):
         for parent, folders, names in os.walk(self._root):
             folders[:] = [folder for folder in folders if not folder.startswith(".")]  # .git, .cache of a download
             for path in (Path(parent, name) for name in names):
-                if path.is_file():
+                if os.path.isfile(path):  # False too for a link that may not be followed
                     yield path.relative_to(self._root).as_posix(), path.stat().st_size
 
     def _read(self, file, start, stop):
@@ -175,7 +186,7 @@ class HubSource(Source):
     """One commit of a Hub repository. HF_ENDPOINT, HF_TOKEN, HF_HUB_OFFLINE and proxies are huggingface_hub's."""
 
     def __init__(self, repo: str, revision: str):
-        self.name = repo
+        super().__init__(repo, None, {})
         self._revision = revision
         self._api = HfApi(library_name="tutel-pack")
         self._links: dict[str, str] = {}  # file -> signed URL on the content network, until that refuses it
@@ -184,7 +195,7 @@ class HubSource(Source):
         if not re.fullmatch("[0-9a-f]{40}", info.sha or "") or None in sizes.values():
             raise ResourceError(f"{self._api.endpoint} tells no commit or no file sizes for {repo}: "
                                 "download it with `hf download` and give the folder")
-        super().__init__(repo, info.sha, sizes)
+        self.commit, self.files = info.sha, sizes
 
     def _look_up(self):
         try:
@@ -234,7 +245,8 @@ class HubSource(Source):
                 break
             wait = max(wait, failure.wait)
             log.warning("%s: %s; the next attempt is in %.0f s", what, failure, wait)
-            sleep(wait)
+            if pause(self._closed, wait):
+                raise ResourceError(f"{what} was stopped")
         raise ResourceError(f"{what} failed: {failure}; try again later")
 
     def _request(self, file: str, start: int, stop: int):

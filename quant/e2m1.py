@@ -6,33 +6,16 @@ contiguous memory and an error sum is a few slice additions.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from tutel_pack.quant.rounding import round_magnitudes_, tree_sum_
+from tutel_pack.quant.rounding import add_rounding_, round_, tree_sum_
 
 VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 MAX = 6.0
-
-
-def round_(y: Tensor, scratch: Tensor) -> Tensor:
-    """Round non-negative float32 in place to the nearest e2m1 magnitude, ties to even, above 6 to 6."""
-    return round_magnitudes_(y.clamp_(max=MAX), scratch, mantissa_bits=1, smallest_normal=1.0)
-
-
-def codes(rounded: Tensor, negative: Tensor) -> Tensor:
-    """uint8 codes of rounded magnitudes (overwritten); the sign is bit 3."""
-    # Twice the values are 0 1 2 3 4 6 8 12; the part above 4 counts half, the part above 8 a quarter.
-    twice = rounded.mul_(2.0)
-    code = twice.clamp(max=4.0).add_(twice.sub(4.0).clamp_(0.0, 4.0), alpha=0.5).add_(twice.sub_(8.0).clamp_(min=0.0), alpha=0.25)
-    return code.to(torch.uint8).add_(negative, alpha=8)
-
-
-def pack(code: Tensor) -> Tensor:
-    """[B, n] codes of n blocks -> [n, B/2] bytes, the even element in the low nibble."""
-    return (code[0::2] | (code[1::2] << 4)).T.contiguous()
+_ROUNDING = {"mantissa_bits": 1, "smallest_normal": 1.0}
 
 
 def unpack(data: Tensor, dtype: torch.dtype) -> Tensor:
@@ -59,39 +42,46 @@ def columns(x: Tensor, block: int) -> Tensor:
 class BlockSearch:
     """Least squares over candidate scales, for the columns of `x` (float32 [B, n]).
 
-    The error of a candidate is the tree sum of (rounded(|x|/s)·s − |x|)² in float32; of equal errors the smaller scale
-    counts.
+    The error of a candidate is the tree sum of (rounded(x/s)·s − x)² in float32; of equal errors the smaller scale
+    counts. Few copies of x are held, so that they stay in a core's cache.
     """
 
     def __init__(self, x: Tensor):
-        self.x, self.magnitude = x, x.abs()
-        self.amax = self.magnitude.amax(0)
+        self.x = x
         self._y, self._scratch = torch.empty_like(x), torch.empty_like(x)
-
-    def best(self, candidates: Iterable[Tensor], global_scale: Tensor | float) -> tuple[Tensor, Tensor]:
-        """(block scale, error) of each block's best candidate; candidates are float32 [n], in ascending order."""
-        candidates = iter(candidates)
-        scale = next(candidates)
-        error = self._error(scale * global_scale)
-        for other_scale in candidates:
-            other = self._error(other_scale * global_scale)
-            # Scales ascend, so the best so far is a maximum: much faster than torch.where.
-            scale = torch.maximum(scale, other_scale * (other < error))
-            error = torch.minimum(error, other)
-        return scale, error
-
-    def encode(self, scale: Tensor) -> Tensor:
-        """uint8 [n, B/2] packed elements under the chosen scales."""
-        return pack(codes(self._rounded(scale), torch.signbit(self.x)))
+        self.amax = torch.abs(x, out=self._y).amax(0)
 
     def energy(self) -> Tensor:
         """float32 [n]: the tree sum of x²."""
         return tree_sum_(torch.mul(self.x, self.x, out=self._y)).clone()
 
-    def _error(self, scale: Tensor) -> Tensor:
-        y = self._rounded(scale)
-        y.mul_(scale).sub_(self.magnitude)
-        return tree_sum_(torch.mul(y, y, out=y)).clone()
+    def best(self, candidates: Sequence[Tensor], global_scale: Tensor | float) -> Tensor:
+        """The block scale with the least error; candidates are float32 [n], in ascending order."""
+        scale, *others = candidates
+        error = self._error_of(scale * global_scale) if others else None
+        for other_scale in others:
+            other = self._error_of(other_scale * global_scale)
+            # Scales ascend, so the best so far is a maximum: much faster than torch.where.
+            scale = torch.maximum(scale, other_scale * (other < error))
+            error = torch.minimum(error, other)
+        return scale
 
-    def _rounded(self, scale: Tensor) -> Tensor:
-        return round_(torch.div(self.magnitude, scale, out=self._y), self._scratch)
+    def encode(self, scale: Tensor) -> tuple[Tensor, Tensor]:
+        """The elements under the chosen scales, int32 [B/2, n] with two codes each, and their errors. Overwrites x."""
+        negative = self.x.view(torch.int32) >> 31  # −1 where the sign bit is set
+        y = torch.div(self.x.abs_(), scale, out=self._y).clamp_(max=MAX)
+        step = add_rounding_(y, self._scratch, **_ROUNDING)
+        # y is 1.5 · 2^22 · P + k · P/2 now: a magnitude's code is k, in the last bits, plus 2·log2(P); the exponent and
+        # the bit below it are 299 + 2·log2(P).
+        bits = y.view(torch.int32)
+        code = (bits >> 22).add_(bits & 7).add_(negative, alpha=-8)
+        pairs = torch.add(code[0::2], code[1::2], alpha=16).sub_(17 * 299)
+        return pairs, self._error(y.sub_(self._scratch, alpha=step), scale)
+
+    def _error_of(self, scale: Tensor) -> Tensor:
+        y = torch.div(self.x, scale, out=self._y).clamp_(-MAX, MAX)
+        return self._error(round_(y, self._scratch, **_ROUNDING), scale)
+
+    def _error(self, rounded: Tensor, scale: Tensor) -> Tensor:
+        y = rounded.mul_(scale).sub_(self.x)
+        return tree_sum_(torch.mul(y, y, out=y)).clone()

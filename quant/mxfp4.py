@@ -13,17 +13,21 @@ RULES = ("lsq", "floor", "even", "ceil")
 one mantissa bit.  ceil: the smallest scale that clips nothing, ceil(log2(amax/6))."""
 
 BLOCK = 32
+_LARGEST_CODE = 252
+"""Of a scale in use: twice as much, and its elements 4 and 6 would be beyond float32."""
 
 
 def encode_tile(x: Tensor, tile: PackedTensor, rule: str) -> tuple[Tensor, Tensor, Tensor]:
     """Fill `tile` from x [n, K]. Returns float32 (amax, error, energy) of its blocks."""
     search = e2m1.BlockSearch(e2m1.columns(x, BLOCK))
+    energy = search.energy()
     first = _exponent(search.amax, rule)
     codes = [first, first + 1] if rule == "lsq" else [first]
-    scale, error = search.best((e8m0(c.clamp(0, 254)) for c in codes), 1.0)
-    tile.data.copy_(search.encode(scale).view(tile.data.shape))
+    scale = search.best([e8m0(c.clamp(0, _LARGEST_CODE)) for c in codes], 1.0)
+    pairs, error = search.encode(scale)
+    tile.data.view(-1, BLOCK // 2).copy_(pairs.T)
     tile.scale.copy_((scale.view(torch.int32) >> 23).view(tile.scale.shape))
-    return search.amax, error, search.energy()
+    return search.amax, error, energy
 
 
 def _exponent(amax: Tensor, rule: str) -> Tensor:
@@ -37,10 +41,10 @@ def _exponent(amax: Tensor, rule: str) -> Tensor:
 
 
 def e8m0(code: Tensor) -> Tensor:
-    """float32 2^(code − 127) of integer codes 0 … 254."""
+    """float32 2^(code − 127) of integer codes; NaN for 255."""
     code = code.to(torch.int32)
-    # Code 0 is 2^-127, which float32 has as a subnormal only.
-    return torch.where(code > 0, code << 23, 0x400000).view(torch.float32)
+    # 0 means 2^-127, which float32 has as a subnormal, and 255 NaN: both set the first bit of the mantissa.
+    return ((code << 23) | ((code % 255 == 0).to(torch.int32) << 22)).view(torch.float32)
 
 
 def decode_tile(tile: PackedTensor, dtype: torch.dtype) -> Tensor:

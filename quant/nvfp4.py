@@ -24,17 +24,19 @@ def global_scale(amax: Tensor) -> Tensor:
 
 
 def encode_tile(x: Tensor, tile: PackedTensor, rule: str) -> tuple[Tensor, Tensor, Tensor]:
-    """Fill `tile` (its global scale is set already) from x [n, K]. Returns float32 (amax, error, energy) of its blocks."""
+    """Fill `tile`, whose global scale is set, from x [n, K]. Returns float32 (amax, error, energy) of its blocks."""
     search = e2m1.BlockSearch(e2m1.columns(x, BLOCK))
+    energy = search.energy()
     wanted = search.amax / (e2m1.MAX * tile.global_scale)
     nearest = wanted.clamp(_SCALE_MIN, _SCALE_MAX).to(torch.float8_e4m3fn).view(torch.uint8).to(torch.int32)
     steps = torch.arange(-3, 8) if rule == "lsq" else torch.zeros(1, dtype=torch.int64)
     codes = (nearest + steps[:, None].to(nearest)).clamp_(1, 126)
     candidates = _e4m3_values(x.device).index_select(0, codes.flatten()).view(codes.shape)
-    scale, error = search.best(candidates, tile.global_scale)
-    tile.data.copy_(search.encode(scale * tile.global_scale).view(tile.data.shape))
+    scale = search.best(candidates.unbind(), tile.global_scale)
+    pairs, error = search.encode(scale * tile.global_scale)
+    tile.data.view(-1, BLOCK // 2).copy_(pairs.T)
     tile.scale.copy_(scale.view(tile.scale.shape).to(torch.float8_e4m3fn))
-    return search.amax, error, search.energy()
+    return search.amax, error, energy
 
 
 def _e4m3_values(device: torch.device) -> Tensor:

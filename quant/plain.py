@@ -12,12 +12,11 @@ RULES = ("nearest",)
 
 def encode_tile(x: Tensor, tile: PackedTensor, rule: str) -> tuple[Tensor, Tensor, Tensor]:
     """Fill `tile` from x [n, K]. Returns float32 (amax, error, energy) of its rows."""
-    limit = torch.finfo(tile.data.dtype).max
+    x, limit = x.to(torch.float32), torch.finfo(tile.data.dtype).max
     tile.data.copy_(x.clamp(-limit, limit))
-    x = x.to(torch.float32)
     return x.abs().amax(1), (tile.data.to(torch.float32) - x).square_().sum(1), x.square().sum(1)
 
 
 def decode_tile(tile: PackedTensor, dtype: torch.dtype) -> Tensor:
-    """[n, K] values of a tile; a view when they are of that dtype already."""
+    """The values of a tile; a view when they are of that dtype already."""
     return tile.data.to(dtype)

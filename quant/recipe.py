@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from tutel_pack.errors import InputError
 from tutel_pack.formats import Format, get_format
-from tutel_pack.quant.codec import CODECS
+from tutel_pack.quant.codec import CODECS, scale_rule
 from tutel_pack.tensors import EXPERTS, KEEP
 
 SOURCE = "source"
@@ -35,9 +35,10 @@ class Recipe:
                 raise InputError(f"Unknown format {name!r}: choose one of {', '.join(FORMAT_CHOICES)}.")
         for pattern, _ in self.overrides:
             _compile(pattern)
-        rules = CODECS[self.fmt].RULES if self.fmt in CODECS else ("",)
-        if self.scales is not None and self.scales not in rules:
-            raise InputError(f"{self.fmt} has no scale rule {self.scales!r}: choose one of {', '.join(rules)}.")
+        if self.scales is not None and self.fmt == SOURCE:
+            raise InputError(f"--fmt source chooses no scales: leave --scales {self.scales} out.")
+        if self.scales is not None:
+            scale_rule(get_format(self.fmt), self.scales)
 
     def format_for(self, name: str, role: str, source: Format) -> Format | None:
         """The format of a canonical tensor that the source stores as `source`; None keeps it plain."""
@@ -71,5 +72,5 @@ class Recipe:
 def _compile(pattern: str) -> None:
     try:
         re.compile(pattern)
-    except re.error as e:
+    except (re.error, OverflowError, RecursionError) as e:
         raise InputError(f"--override {pattern!r} is not a regular expression ({e}).") from None

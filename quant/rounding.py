@@ -1,4 +1,4 @@
-"""What the codecs of small floats share: rounding a magnitude to few mantissa bits, and sums in a fixed order."""
+"""What the codecs of small floats share: rounding to few mantissa bits, and sums in a fixed order."""
 
 from __future__ import annotations
 
@@ -8,22 +8,29 @@ from torch import Tensor
 _EXPONENT_BITS = 0x7F800000
 
 
-def round_magnitudes_(y: Tensor, scratch: Tensor, mantissa_bits: int, smallest_normal: float) -> Tensor:
-    """Round non-negative float32 in place to a small float's values, ties to even; the caller clamps to its largest.
+def add_rounding_(y: Tensor, scratch: Tensor, mantissa_bits: int, smallest_normal: float) -> float:
+    """Add scratch · step to float32 y in place; returns step. `y.sub_(scratch, alpha=step)` then leaves y rounded to a
+    small float's values, ties to even; the caller clamps to its largest. A −0, or what rounds to it, becomes +0.
 
     In a binade [P, 2P) the values are P/2^mantissa_bits apart, and below the smallest normal they stay as far apart as
-    right above it: adding and subtracting a number whose last bit is that step rounds both.
-    scratch: like y, overwritten.
+    right above it: adding and subtracting a number whose last bit is that far from the next rounds both.
+    scratch: like y, becomes P. Its products with the step are exact, so a fused multiply-add changes nothing.
     """
-    step_to_addend = 1.5 * 2.0 ** (23 - mantissa_bits)
+    step = 1.5 * 2.0 ** (23 - mantissa_bits)
     torch.bitwise_and(y.view(torch.int32), _EXPONENT_BITS, out=scratch.view(torch.int32))
-    scratch.clamp_(min=smallest_normal).mul_(step_to_addend)
-    return y.add_(scratch).sub_(scratch)
+    y.add_(scratch.clamp_(min=smallest_normal), alpha=step)
+    return step
+
+
+def round_(y: Tensor, scratch: Tensor, mantissa_bits: int, smallest_normal: float) -> Tensor:
+    """Round float32 y in place, see `add_rounding_`."""
+    step = add_rounding_(y, scratch, mantissa_bits, smallest_normal)
+    return y.sub_(scratch, alpha=step)
 
 
 def tree_sum_(x: Tensor) -> Tensor:
     """Sum over dim 0 (a power of two) by halving, in place: one order of additions on every machine."""
-    while len(x) > 1:
-        half = len(x) // 2
-        x = x[:half].add_(x[half:])
+    while x.shape[0] > 1:
+        low, high = x.chunk(2)
+        x = low.add_(high)
     return x[0]

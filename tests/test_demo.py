@@ -13,7 +13,7 @@ import torch
 
 from tests.hub_server import HubServer
 from tutel_pack import load_packed
-from tutel_pack.convert.pipeline import convert
+from tutel_pack.convert.pipeline import convert_checkpoint
 
 ROOT = Path(__file__).resolve().parents[1]
 DEMO = ROOT / "demo"
@@ -23,7 +23,7 @@ FACTS = json.loads((DEMO / "perplexity.json").read_text())
 @pytest.fixture(scope="module")
 def artifacts(tmp_path_factory):
     folder = tmp_path_factory.mktemp("demo")
-    return {fmt: convert(DEMO / "model", folder / fmt, fmt=fmt) for fmt in ("bf16", "fp8", "mxfp4", "nvfp4")}
+    return {fmt: convert_checkpoint(DEMO / "model", folder / fmt, fmt=fmt) for fmt in ("bf16", "fp8", "mxfp4", "nvfp4")}
 
 
 def perplexity(artifact: Path) -> float:

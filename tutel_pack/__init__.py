@@ -6,7 +6,7 @@ from importlib import import_module
 
 __version__ = "0.1.0"
 
-_LAZY = {"load_packed": "tutel_pack.runtime.loader", "convert": "tutel_pack.convert.pipeline"}
+_LAZY = {"load_packed": "tutel_pack.runtime.loader", "convert_checkpoint": "tutel_pack.convert.pipeline"}
 
 
 def __getattr__(name: str):

@@ -10,7 +10,6 @@ import hashlib
 import json
 import math
 import os
-import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,6 +26,8 @@ MANIFEST = "packed.json"
 SCHEMA = 1
 DATA_ALIGN, TENSOR_ALIGN, EXPERT_ALIGN = 4096, 256, 4096
 """Bytes: where a file's data starts, where a tensor starts, where a tensor of three or more dimensions starts."""
+
+_LARGEST_MANIFEST = 1 << 28
 
 DTYPE_NAMES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
@@ -68,13 +69,30 @@ class Entry:
 
     @classmethod
     def from_json(cls, data: dict) -> Entry:
-        file, shape = data["file"], tuple(data["shape"])
+        """The inverse of to_json. InputError or ValueError if it describes no tensor."""
+        file, shape = data["file"], _sizes(data["shape"])
         if data["format"] == "plain":
             return cls(file, shape, dtype=DTYPES[data["dtype"]])
-        fmt = get_format(data["format"])
-        if fmt.block:
-            fmt = fmt.with_block(tuple(data["block"]))
-        return cls(file, shape, fmt, tuple(data["segments"]))
+        fmt, segments = get_format(data["format"]), _sizes(data["segments"])
+        if len(shape) not in (2, 3) or not segments or sum(segments) != shape[-2]:
+            raise ValueError(f"segments {segments} do not add up to the rows of {shape}")
+        return cls(file, shape, _with_block(fmt, shape, data.get("block")), segments)
+
+
+def _sizes(values: list) -> tuple[int, ...]:
+    if not isinstance(values, list) or not all(type(v) is int and 0 <= v < 2**48 for v in values):
+        raise ValueError(f"{values!r:.100} is no list of sizes")
+    return tuple(values)
+
+
+def _with_block(fmt: Format, shape: tuple[int, ...], block: list | None) -> Format:
+    """Only fp8 has other geometries than its own, and no block reaches far beyond its matrix."""
+    edges = _sizes(block) if block is not None else None
+    if edges == fmt.block:
+        return fmt
+    if fmt.name != "fp8" or edges is None or len(edges) != 2 or not all(1 <= b <= max(128, n) for b, n in zip(edges, shape[-2:])):
+        raise ValueError(f"{fmt.name} of shape {shape} has no blocks of {block!r:.50}")
+    return fmt.with_block(edges)
 
 
 @dataclass(frozen=True)
@@ -109,17 +127,38 @@ class Manifest:
                 "use the matching version or convert again."
             )
         try:
-            fields = {k: data[k] for k in ("source", "recipe", "files", "errors", "skipped")}
             tensors = {name: Entry.from_json(entry) for name, entry in data["tensors"].items()}
-            return cls(spec=ModelSpec.from_json(data["spec"]), tensors=tensors, **fields)
+            found = {k: data[k] for k in ("source", "recipe", "files", "errors", "skipped")}
+            manifest = cls(spec=ModelSpec.from_json(data["spec"]), tensors=tensors, **found)
+            _check_fields(manifest)
+            return manifest
         except (AttributeError, KeyError, TypeError, ValueError) as e:
             raise InputError(f"{MANIFEST} is damaged ({type(e).__name__}: {e}): convert again.") from e
+
+
+def _check_fields(manifest: Manifest) -> None:
+    """ValueError or another for what the readers of a manifest could stumble over. Digests are compared, never used."""
+    for name, facts in manifest.files.items():
+        _sizes([facts["size"]])
+        # Written by us or copied by us: nothing that leaves the folder, hides or breaks a line.
+        if {"", ".", ".."} & set(name.split("/")) or "\\" in name or not name.isprintable():
+            raise ValueError(f"the file name {name!r} leaves the folder")
+    for name, error in manifest.errors.items():
+        if manifest.tensors[name].format is None or not all(type(v) in (int, float) for v in error.values()) or "rms" not in error:
+            raise ValueError(f"the error of {name} is {error!r:.100}")
+    if not all(type(text) is str for text in (manifest.source["repo"], manifest.source["commit"] or "", *manifest.skipped.values())):
+        raise ValueError("source and skipped must be texts")
+    if type(manifest.recipe) is not dict or not all(name.isprintable() for name in manifest.tensors):
+        raise ValueError("the recipe is no object, or a tensor has an impossible name")
+    if stray := {e.file for e in manifest.tensors.values()} - set(manifest.files):
+        raise ValueError(f"tensors are in the file {min(map(str, stray))!r}, which is not listed")
 
 
 class FileWriter:
     """One safetensors file, laid out at once and then written in place, in any order, by any thread.
 
     tensors: stored name -> (dtype, shape), in file order. Errors of the file system come as OSError.
+    As a context it is closed at the end, and flushed to the disk if nothing failed.
     """
 
     def __init__(self, path: Path, tensors: dict[str, tuple[torch.dtype, tuple[int, ...]]]):
@@ -142,6 +181,12 @@ class FileWriter:
         while view:
             written = os.pwrite(self._fd, view, offset)
             view, offset = view[written:], offset + written
+
+    def __enter__(self) -> FileWriter:
+        return self
+
+    def __exit__(self, failure, *_) -> None:
+        self.close() if failure is None else os.close(self._fd)
 
     def close(self) -> None:
         """Flush to the disk."""
@@ -195,8 +240,6 @@ class Artifact:
         self.manifest = Manifest.from_json(_read_manifest(self.path))
         for name, facts in self.manifest.files.items():
             _check_file(self.path, name, facts["size"])
-        if stray := {e.file for e in self.manifest.tensors.values()} - set(self.manifest.files):
-            raise InputError(f"{MANIFEST} in {self.path} uses files that it does not list ({min(stray)!r}): convert again.")
         self._files: dict[str, safe_open] = {}
 
     @property
@@ -225,7 +268,7 @@ class Artifact:
             if file not in self._files:
                 self._files[file] = safe_open(self.path / file, "pt")
             tensor = self._files[file].get_tensor(name)
-        except SafetensorError as e:
+        except (SafetensorError, OSError, ValueError) as e:
             raise InputError(f"{self.path / file} cannot be read ({e}): convert again.") from e
         if tensor.dtype != dtype or tuple(tensor.shape) != shape:
             raise InputError(
@@ -241,14 +284,19 @@ class Artifact:
 
 
 def _read_manifest(folder: Path) -> dict:
+    file = folder / MANIFEST
     try:
-        data = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        if file.stat().st_size > _LARGEST_MANIFEST:
+            raise InputError(f"{file} is too big for a manifest: convert again.")
+        data = json.loads(file.read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError):
         raise InputError(_not_an_artifact(folder)) from None
-    except (UnicodeDecodeError, json.JSONDecodeError) as e:
-        raise InputError(f"{folder / MANIFEST} is damaged ({e}): convert again.") from e
+    except OSError as e:
+        raise InputError(f"{file} cannot be read ({e.strerror}): name a folder that tutel-convert wrote.") from None
+    except (ValueError, RecursionError) as e:  # not UTF-8, not JSON, or a number of thousands of digits
+        raise InputError(f"{file} is damaged ({e}): convert again.") from e
     if not isinstance(data, dict):
-        raise InputError(f"{folder / MANIFEST} is damaged (not a JSON object): convert again.")
+        raise InputError(f"{file} is damaged (not a JSON object): convert again.")
     return data
 
 
@@ -261,12 +309,13 @@ def _not_an_artifact(folder: Path) -> str:
 
 
 def _check_file(folder: Path, name: str, size: int) -> None:
-    if not re.fullmatch(r"[\w][\w.+-]*(/[\w][\w.+-]*)*", name):
-        raise InputError(f"{MANIFEST} in {folder} names the file {name!r}, which leaves the folder: convert again.")
+    file = folder / name
     try:
-        found = (folder / name).stat().st_size
-    except FileNotFoundError:
-        raise InputError(f"The artifact {folder} lacks its file {name}: copy or convert it again.") from None
+        found = file.stat().st_size if file.is_file() else None
+    except OSError:
+        found = None
+    if found is None:
+        raise InputError(f"The artifact {folder} lacks its file {name}: copy or convert it again.")
     if found != size:
         raise InputError(
             f"{folder / name} has {found} bytes where {MANIFEST} says {size}: the copy is incomplete; copy or convert it again."

@@ -37,7 +37,7 @@ class Commands(click.Group):
 
     def _reject_near_miss(self, word: str) -> None:
         near = difflib.get_close_matches(word, self.commands, n=1, cutoff=0.7)
-        if near and not Path(word).exists():
+        if near and "/" not in word and not Path(word).exists():
             raise click.UsageError(f"No such command {word!r}. Did you mean {near[0]!r}? (A folder of that name is ./{word}.)")
 
     def format_usage(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:

@@ -5,7 +5,8 @@ Families fill it in, the manifest stores it as JSON, the runtime assembles the d
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+import math
+from dataclasses import asdict, dataclass, fields
 
 from tutel_pack.errors import InputError
 
@@ -38,6 +39,12 @@ class Attention:
     bias: bool = False
     window: int | None = None
 
+    def __post_init__(self):
+        if self.heads % self.kv_heads:
+            raise InputError(f"{self.heads} attention heads cannot share {self.kv_heads} key-value heads evenly: the model's config is damaged.")
+        if self.rope.dim % 2 or self.rope.dim > self.head_dim:
+            raise InputError(f"Rotary embedding of {self.rope.dim} of a head's {self.head_dim} dimensions makes no pairs: the model's config is damaged.")
+
 
 @dataclass(frozen=True)
 class Mlp:
@@ -54,6 +61,10 @@ class Moe:
     top_k: int
     intermediate: int
     renormalize: bool
+
+    def __post_init__(self):
+        if self.top_k > self.experts:
+            raise InputError(f"{self.top_k} experts per token cannot be chosen from {self.experts}: the model's config is damaged.")
 
 
 @dataclass(frozen=True)
@@ -91,8 +102,10 @@ class ModelSpec:
         """The inverse of to_json. InputError if a newer version wrote fields that this one does not know."""
         try:
             kinds = [_layer(dict(k)) for k in data["layer_kinds"]]
-            fields = {k: v for k, v in data.items() if k not in ("layers", "layer_kinds")}
-            return cls(**fields, layers=tuple(kinds[i] for i in data["layers"]))
+            if not all(type(i) is int and 0 <= i < len(kinds) for i in data["layers"]):
+                raise ValueError(f"layers must be places in the list of {len(kinds)} layer kinds")
+            found = {k: v for k, v in data.items() if k not in ("layers", "layer_kinds")}
+            return _make(cls, {**found, "layers": tuple(kinds[i] for i in data["layers"])})
         except (AttributeError, IndexError, KeyError, TypeError, ValueError) as e:
             raise InputError(
                 f"The artifact's model description cannot be read ({e}): it is damaged or from a newer version; "
@@ -103,4 +116,27 @@ class ModelSpec:
 def _layer(kind: dict) -> Layer:
     attention = dict(kind.pop("attention"))
     (name, mlp), = kind.items()
-    return Layer(Attention(**{**attention, "rope": Rope(**attention["rope"])}), {"mlp": Mlp, "moe": Moe}[name](**mlp))
+    attention["rope"] = _make(Rope, attention["rope"])
+    return Layer(_make(Attention, attention), _make({"mlp": Mlp, "moe": Moe}[name], mlp))
+
+
+def _make(kind: type, data: dict):
+    """A dataclass from JSON, whose plain fields must be of their types and whose numbers must be positive."""
+    for field in fields(kind):
+        if field.name in data and not _CHECKS.get(field.type, lambda value: True)(data[field.name]):
+            raise ValueError(f"{kind.__name__} has {field.name} {data[field.name]!r:.50}")
+    return kind(**data)
+
+
+def _is_count(value) -> bool:
+    return type(value) is int and 0 < value < 2**48
+
+
+_CHECKS = {
+    "int": _is_count,
+    "int | None": lambda value: value is None or _is_count(value),
+    "float": lambda value: type(value) in (int, float) and 0 < value < 1e300 and math.isfinite(value),
+    "bool": lambda value: type(value) is bool,
+    "str": lambda value: type(value) is str,
+}
+"""By a field's annotation, which is text here."""

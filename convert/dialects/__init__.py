@@ -7,7 +7,6 @@ dtypes in the headers. DIALECTS lists them; each takes what it knows, in order, 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -63,15 +62,18 @@ def find_weights(index: dict[str, TensorInfo], config: dict) -> dict[str, Stored
 
 def quantization(config: dict) -> dict:
     """The quantization_config of a checkpoint, empty if it has none."""
-    return config.get("quantization_config") or {}
+    found = config.get("quantization_config") or {}
+    if not isinstance(found, dict):
+        raise InputError(f"config.json has quantization_config: {found!r:.100} where an object is needed: download it again.")
+    return found
 
 
 def _refuse_foreign(config: dict) -> None:
     method = quantization(config).get("quant_method")
-    if method in REFUSED:
+    if isinstance(method, str) and method in REFUSED:
         raise InputError(f"{REFUSED[method]} checkpoints are not supported: convert the original checkpoint instead.")
     if method not in (None, "fp8"):
-        raise InputError(f"This checkpoint's quantization {method!r} is not supported yet: convert its BF16 or block-FP8 form.")
+        raise InputError(f"This checkpoint's quantization {method!r:.100} is not supported yet: convert its BF16 or block-FP8 form.")
 
 
 def read_rows(source: Source, stored: Stored, start: int, stop: int) -> PackedTensor | Tensor:

@@ -26,11 +26,14 @@ def find(index: dict[str, TensorInfo], config: dict) -> dict[str, Stored]:
 
 def _block(config: dict) -> tuple[int, int]:
     block = quantization(config).get("weight_block_size")
-    if not (isinstance(block, list) and len(block) == 2 and all(isinstance(b, int) and b > 0 for b in block)):
+    if not (isinstance(block, list) and len(block) == 2 and all(type(b) is int and b > 0 for b in block)):
         raise InputError(
             "The checkpoint has block-FP8 weights, but its config.json gives no quantization_config.weight_block_size "
-            f"of two positive numbers (found {block!r}): download config.json again."
+            f"of two positive numbers (found {block!r:.100}): download config.json again."
         )
+    # Matrices are cut at multiples of 128 rows, which must be block edges.
+    if any(128 % b for b in block):
+        raise InputError(f"The checkpoint's FP8 blocks of {block[0]} × {block[1]} are not supported: only divisors of 128 are.")
     return tuple(block)
 
 

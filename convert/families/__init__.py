@@ -59,11 +59,11 @@ def find_family(config: dict) -> Family:
     """The family of a config.json. InputError lists the known ones and suggests the nearest."""
     families = {t: f for f in (import_module(f"{__name__}.{m}").FAMILY for m in MODULES) for t in f.model_types}
     model_type = config.get("model_type")
-    if model_type in families:
+    if isinstance(model_type, str) and model_type in families:
         return families[model_type]
-    near = difflib.get_close_matches(str(model_type), families, n=1)
+    near = difflib.get_close_matches(str(model_type)[:50], families, n=1)
     hint = f" Did the config mean {near[0]!r}?" if near else ""
-    raise InputError(f"The model type {model_type!r} is not supported; known are {', '.join(sorted(families))}.{hint}")
+    raise InputError(f"The model type {model_type!r:.100} is not supported; known are {', '.join(sorted(families))}.{hint}")
 
 
 def match(family: Family, spec: ModelSpec, weights: dict[str, Stored]) -> tuple[list[Target], dict[str, str]]:
@@ -71,11 +71,13 @@ def match(family: Family, spec: ModelSpec, weights: dict[str, Stored]) -> tuple[
     sources, and every source tensor a use or a stated reason. InputError lists what is missing, left over or misshapen.
     """
     tensors = canonical_tensors(spec)
+    _check_count(tensors, weights)
     names = {name: _source_names(family, name, tensor, weights) for name, tensor in tensors.items()}
     wanted = [n for grid in names.values() for row in grid for n in row]
     missing = [n for n in dict.fromkeys(wanted) if n not in weights]
-    skipped = {n: reason for n in weights.keys() - set(wanted) for p, reason in family.skips.items() if re.fullmatch(p, n)}
-    extra = [n for n in weights if n not in skipped and n not in set(wanted)]
+    unused = weights.keys() - set(wanted)
+    skipped = {n: reason for n in unused for p, reason in family.skips.items() if re.fullmatch(p, n)}
+    extra = [n for n in weights if n in unused and n not in skipped]
     if missing or extra:
         raise InputError(
             " ".join(
@@ -86,6 +88,17 @@ def match(family: Family, spec: ModelSpec, weights: dict[str, Stored]) -> tuple[
             + " It is incomplete, or a variant of this architecture that is not supported."
         )
     return [_target(name, tensors[name], grid, weights) for name, grid in names.items()], dict(sorted(skipped.items()))
+
+
+def _check_count(tensors: dict[str, TensorSpec], weights: dict[str, Stored]) -> None:
+    """InputError if there are so many more tensors to find than there are that a list of what is missing helps nobody,
+    and might not fit into memory."""
+    wanted = sum(t.shape[0] if t.role == EXPERTS and name not in weights else 1 for name, t in tensors.items())
+    if wanted > 1000 + 10 * len(weights):
+        raise InputError(
+            f"config.json describes a model of about {wanted} tensors, and the checkpoint holds {len(weights)}: "
+            "they do not belong together."
+        )
 
 
 def _source_names(family: Family, name: str, tensor: TensorSpec, weights: dict[str, Stored]) -> list[list[str]]:

@@ -42,7 +42,7 @@ def hub(folders, monkeypatch):
 def waits(monkeypatch):
     """What the source would have slept."""
     slept = []
-    monkeypatch.setattr(source_module, "sleep", slept.append)
+    monkeypatch.setattr(source_module, "pause", lambda closed, seconds: slept.append(seconds))
     return slept
 
 
@@ -475,3 +475,14 @@ def test_which_paths_are_inside():
     inside = ["a", "a/b.c", ".gitattributes", "...", "a..b/c"]
     outside = ["", "/a", "../a", "a/../b", "a/..", "./a", "a//b", "a/", "a\\b", "..\\a", "C:\\a"]
     assert [path for path in inside + outside if is_inside(path)] == inside
+
+
+def test_closing_a_source_ends_its_waits(hub, monkeypatch):
+    monkeypatch.setattr(source_module, "WAITS", (600,))
+    hub.faults = [Fault("resolve", times=9, status=503)]
+    source = open_source(REPO)
+    with ThreadPoolExecutor(1) as reader:
+        waiting = reader.submit(source.read, SHARD, 0, 10)
+        source.close()
+        with refused(ResourceError, "was stopped"):
+            waiting.result(timeout=30)
