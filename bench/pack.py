@@ -86,11 +86,14 @@ def package_folder(name: str) -> Path | None:
 
 
 def own_jobs() -> dict[str, Callable[[Tensor], object]]:
-    """'format rule' -> packs a matrix."""
+    """'format rule' -> packs a matrix, as peers do it; with ' +report', it also measures what packing costs."""
     jobs = {}
     for fmt in PACKED:
         for rule in CODECS[fmt].RULES:
-            jobs[f"{fmt} {rule}"] = lambda x, fmt=fmt, rule=rule: encode(x, FORMATS[fmt], rule=rule)
+            for report in (False, True) if rule == CODECS[fmt].RULES[0] else (False,):
+                jobs[f"{fmt} {rule}{' +report' * report}"] = lambda x, fmt=fmt, rule=rule, report=report: encode(
+                    x, FORMATS[fmt], rule=rule, measure=report
+                )
     return jobs
 
 

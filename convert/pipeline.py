@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import fnmatch
 import os
-from collections import deque
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
@@ -31,8 +32,8 @@ COPIED = (
     "chat_template*.jinja", "chat_template*.json", "LICENSE*", "NOTICE*", "USE_POLICY*",
 )  # fmt: skip
 """Files of the top level that are copied as they are. Nothing that could be run is among them."""
-READ_AHEAD = 2
-"""Units that are read while one is encoded."""
+MOST_WORKERS = 4
+"""Units that are at work at once: what bounds memory. Each is read, encoded and written by one thread."""
 _COPY_BYTES = 1 << 24
 
 
@@ -140,26 +141,25 @@ def run(job: Job, output: Path, force: bool = False, progress: Callable[[str, in
 
 
 def _fill(job: Job, folder: Path, progress: Callable[[str, int], None]) -> None:
-    targets, losses = {t.name: t for t in job.targets}, {}
-    with ThreadPoolExecutor(READ_AHEAD) as readers, ThreadPoolExecutor(1) as digester:
+    losses: dict[str, list[tuple[Unit, Loss]]] = {}
+    with _workers() as workers, ThreadPoolExecutor(1) as digester:
         facts: dict[str, Future] = {}
         try:
             for file, group in job.files():
                 entries = list(group)
                 with FileWriter(folder / file, stored_tensors(entries)) as writer:
-                    for name, entry in entries:
-                        losses[name] = _pack(job, targets[name], entry, writer, readers, lambda n: progress(file, n))
+                    losses |= _pack(job, entries, writer, workers, lambda n: progress(file, n))
                 facts[file] = digester.submit(describe_file, folder / file)
         except BaseException:
-            job.source.close()  # readers may be waiting for the Hub, and they are waited for
+            job.source.close()  # workers may be waiting for the Hub, and they are waited for
             raise
         finally:
-            readers.shutdown(cancel_futures=True)
+            workers.shutdown(cancel_futures=True)
         for name in job.copied:
             _copy(job.source, name, folder / name)
             facts[name] = digester.submit(describe_file, folder / name)
         files = {name: f.result() for name, f in facts.items()}
-    errors = {name: summary for name, found in losses.items() if (summary := _summary(found))}
+    errors = {name: _summary(found) for name, found in losses.items()}
     source = {"repo": job.source.name, "commit": job.source.commit}
     write_manifest(folder, Manifest(source, job.spec, job.recipe.to_json(), job.entries, files, errors, job.skipped))
 
@@ -172,37 +172,47 @@ def _copy(source: Source, name: str, path: Path) -> None:
         os.fsync(f.fileno())
 
 
-def _pack(job: Job, target: Target, entry: Entry, writer: FileWriter, readers, progress) -> list[tuple[Unit, Loss]]:
-    """Pack all units of a target. Returns the losses of those that were quantized."""
+def _pack(job: Job, entries: list[tuple[str, Entry]], writer: FileWriter, workers, progress) -> dict[str, list[tuple[Unit, Loss]]]:
+    """Pack all units of a file's tensors. Returns the losses of those that were quantized, by tensor."""
+    targets = {target.name: target for target in job.targets}
+    running = [(name, *work) for name, entry in entries for work in _submit(job, targets[name], entry, writer, workers)]
+    losses = defaultdict(list)
+    for name, unit, future in running:
+        read, loss = future.result()
+        if loss:
+            losses[name].append((unit, loss))
+        progress(read)
+    return losses
+
+
+def _submit(job: Job, target: Target, entry: Entry, writer: FileWriter, workers) -> Iterator[tuple[Unit, Future]]:
     work = list(units(target, entry))
     needs_amax = entry.format is not None and entry.format.has_global and work[0].segment is not None
     amax = expert_amax(job.source, work) if needs_amax else {}
     rule = job.recipe.rule_for(entry.format) if entry.format else None
-    losses = []
-    for unit, rows in _read_ahead(job.source, work, readers):
-        loss = pack_unit(unit, entry, rows, writer, rule, amax.get(unit.expert))
-        if loss:
-            losses.append((unit, loss))
-        progress(sum(r.nbytes for r in rows))
-    return losses
 
+    def pack(unit: Unit) -> tuple[int, Loss | None]:
+        rows = read_unit(job.source, unit)
+        return sum(r.nbytes for r in rows), pack_unit(unit, entry, rows, writer, rule, amax.get(unit.expert))
 
-def _read_ahead(source: Source, work: list[Unit], readers: ThreadPoolExecutor) -> Iterator[tuple[Unit, list]]:
-    waiting: deque[tuple[Unit, Future]] = deque()
     for unit in work:
-        waiting.append((unit, readers.submit(read_unit, source, unit)))
-        if len(waiting) > READ_AHEAD:
-            unit, rows = waiting.popleft()
-            yield unit, rows.result()
-    while waiting:
-        unit, rows = waiting.popleft()
-        yield unit, rows.result()
+        yield unit, workers.submit(pack, unit)
 
 
-def _summary(losses: list[tuple[Unit, Loss]]) -> dict | None:
+@contextmanager
+def _workers() -> Iterator[ThreadPoolExecutor]:
+    """Threads that encode a unit each. Inside a unit torch gets one: its operations are too short to be shared out."""
+    threads = torch.get_num_threads()
+    count = min(MOST_WORKERS, len(os.sched_getaffinity(0)))
+    try:
+        with ThreadPoolExecutor(count, initializer=torch.set_num_threads, initargs=(1,)) as workers:
+            yield workers
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _summary(losses: list[tuple[Unit, Loss]]) -> dict:
     """Relative root-mean-square error of a tensor, and its worst expert's."""
-    if not losses:
-        return None
     experts = 1 + max(unit.expert + unit.experts - 1 for unit, _ in losses)
     error, energy = torch.zeros(2, experts, dtype=torch.float64)
     for unit, loss in losses:
@@ -211,7 +221,12 @@ def _summary(losses: list[tuple[Unit, Loss]]) -> dict | None:
     tiny = torch.finfo(torch.float64).tiny  # what is all zeros has no error either
     rms = float((error.sum() / energy.sum().clamp(min=tiny)).sqrt())
     if experts == 1:
-        return {"rms": rms}
+        return {"rms": _rounded(rms)}
     relative = (error / energy.clamp(min=tiny)).sqrt()
     worst = int(relative.argmax())
-    return {"rms": rms, "worst_expert": worst, "worst_rms": float(relative[worst])}
+    return {"rms": _rounded(rms), "worst_expert": worst, "worst_rms": _rounded(float(relative[worst]))}
+
+
+def _rounded(value: float) -> float:
+    """To what does not depend on the order in which a processor adds up."""
+    return float(f"{value:.6g}")

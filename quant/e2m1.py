@@ -6,7 +6,7 @@ contiguous memory and an error sum is a few slice additions.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -52,7 +52,7 @@ class BlockSearch:
         self.amax = torch.abs(x, out=self._y).amax(0)
 
     def energy(self) -> Tensor:
-        """float32 [n]: the tree sum of x²."""
+        """float32 [n]: the tree sum of x². To be asked for before `encode`."""
         return tree_sum_(torch.mul(self.x, self.x, out=self._y)).clone()
 
     def best(self, candidates: Sequence[Tensor], global_scale: Tensor | float) -> Tensor:
@@ -66,8 +66,9 @@ class BlockSearch:
             error = torch.minimum(error, other)
         return scale
 
-    def encode(self, scale: Tensor) -> tuple[Tensor, Tensor]:
-        """The elements under the chosen scales, int32 [B/2, n] with two codes each, and their errors. Overwrites x."""
+    def encode(self, scale: Tensor) -> tuple[Tensor, Callable[[], Tensor]]:
+        """The elements under the chosen scales, int32 [B/2, n] with two codes each, and what computes their errors.
+        Overwrites x."""
         negative = self.x.view(torch.int32) >> 31  # −1 where the sign bit is set
         y = torch.div(self.x.abs_(), scale, out=self._y).clamp_(max=MAX)
         step = add_rounding_(y, self._scratch, **_ROUNDING)
@@ -76,7 +77,7 @@ class BlockSearch:
         bits = y.view(torch.int32)
         code = (bits >> 22).add_(bits & 7).add_(negative, alpha=-8)
         pairs = torch.add(code[0::2], code[1::2], alpha=16).sub_(17 * 299)
-        return pairs, self._error(y.sub_(self._scratch, alpha=step), scale)
+        return pairs, lambda: self._error(y.sub_(self._scratch, alpha=step), scale)
 
     def _error_of(self, scale: Tensor) -> Tensor:
         y = torch.div(self.x, scale, out=self._y).clamp_(-MAX, MAX)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from tutel_pack.formats import PackedTensor
-from tutel_pack.quant.rounding import round_, tree_sum_
+from tutel_pack.quant.rounding import Sums, round_, tree_sum_
 
 RULES = ("amax", "lsq")
 """amax: amax/448.  lsq: the best of 12 scales amax/448 · 2^(j/12), one period of e4m3's binades."""
@@ -19,8 +21,8 @@ _STRIP = 1 << 17
 """Elements searched at a time, see codec.py."""
 
 
-def encode_tile(x: Tensor, tile: PackedTensor, rule: str) -> tuple[Tensor, Tensor, Tensor]:
-    """Fill `tile` from x [n, K]. Returns float32 (amax, error, energy) of its blocks."""
+def encode_tile(x: Tensor, tile: PackedTensor, rule: str, measure: bool) -> Sums:
+    """Fill `tile` from x [n, K]. Returns the Sums of its blocks."""
     rows, columns = tile.format.block
     step = max(1, _STRIP // (rows * columns))
     sums = []
@@ -28,9 +30,11 @@ def encode_tile(x: Tensor, tile: PackedTensor, rule: str) -> tuple[Tensor, Tenso
         for first in range(0, tile.scale.shape[1], step):
             place = slice(row * rows, (row + 1) * rows), slice(first * columns, (first + step) * columns)
             strip_scale = tile.scale[row, first : first + step]
-            sums.append(_encode_strip(x[place], tile.data[place], strip_scale, (rows, columns), rule))
-    amax, error, energy = (torch.cat(parts) for parts in zip(*sums))
-    return amax, *_over_columns(torch.cat([error, energy]), columns).chunk(2)
+            sums.append(_encode_strip(x[place], tile.data[place], strip_scale, (rows, columns), rule, measure))
+    amax, errors, energies = zip(*sums)
+    if not measure:
+        return torch.cat(amax), None, None
+    return torch.cat(amax), *_over_columns(torch.cat([*errors, *energies]), columns).chunk(2)
 
 
 def _over_columns(sums: Tensor, columns: int) -> Tensor:
@@ -39,15 +43,16 @@ def _over_columns(sums: Tensor, columns: int) -> Tensor:
 
 
 def _encode_strip(
-    x: Tensor, data: Tensor, scale: Tensor, block: tuple[int, int], rule: str
-) -> tuple[Tensor, Tensor, Tensor]:
+    x: Tensor, data: Tensor, scale: Tensor, block: tuple[int, int], rule: str, measure: bool
+) -> Sums:
     """Fill data [n, k] and scale [blocks] from some neighbours of a row of blocks. Error and energy are of columns."""
     search = _BlockSearch(x, block)
     candidates = [(search.amax / _MAX).clamp(min=_TINY)]
     candidates += [candidates[0] * 2.0 ** (j / _CANDIDATES) for j in range(1, _CANDIDATES if rule == "lsq" else 1)]
     scale.copy_(search.best(candidates))
-    energy = search.energy()
-    return search.amax, search.encode(scale, data), energy
+    energy = search.energy() if measure else None
+    error = search.encode(scale, data)
+    return search.amax, error() if measure else None, energy
 
 
 class _BlockSearch:
@@ -82,11 +87,11 @@ class _BlockSearch:
         """float32 [k], padding included: sums of x² over the rows."""
         return tree_sum_(torch.mul(self._x, self._x, out=self._y)).clone()
 
-    def encode(self, scale: Tensor, out: Tensor) -> Tensor:
-        """Fill out [n, k] with the elements under the chosen scales. Returns their errors like `energy`."""
+    def encode(self, scale: Tensor, out: Tensor) -> Callable[[], Tensor]:
+        """Fill out [n, k] with the elements under the chosen scales. Returns what computes their errors, like `energy`."""
         y = self._divided(scale)
         out.copy_(y[: out.shape[0], : out.shape[1]])
-        return self._error(y, scale)
+        return lambda: self._error(y, scale)
 
     def _divided(self, scale: Tensor) -> Tensor:
         # What a cast does above 448 differs between builds of torch: clamp first.

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from tutel_pack.formats import PackedTensor
 from tutel_pack.quant import e2m1
+from tutel_pack.quant.rounding import Sums
 
 RULES = ("lsq", "floor", "even", "ceil")
 """lsq: the better of floor and floor + 1.  floor: OCP's, floor(log2 amax) − 2.  even: as if amax were first rounded to
@@ -17,17 +18,17 @@ _LARGEST_CODE = 252
 """Of a scale in use: twice as much, and its elements 4 and 6 would be beyond float32."""
 
 
-def encode_tile(x: Tensor, tile: PackedTensor, rule: str) -> tuple[Tensor, Tensor, Tensor]:
-    """Fill `tile` from x [n, K]. Returns float32 (amax, error, energy) of its blocks."""
+def encode_tile(x: Tensor, tile: PackedTensor, rule: str, measure: bool) -> Sums:
+    """Fill `tile` from x [n, K]. Returns the Sums of its blocks."""
     search = e2m1.BlockSearch(e2m1.columns(x, BLOCK))
-    energy = search.energy()
+    energy = search.energy() if measure else None
     first = _exponent(search.amax, rule)
     codes = [first, first + 1] if rule == "lsq" else [first]
     scale = search.best([e8m0(c.clamp(0, _LARGEST_CODE)) for c in codes], 1.0)
     pairs, error = search.encode(scale)
     tile.data.view(-1, BLOCK // 2).copy_(pairs.T)
     tile.scale.copy_((scale.view(torch.int32) >> 23).view(tile.scale.shape))
-    return search.amax, error, energy
+    return search.amax, error() if measure else None, energy
 
 
 def _exponent(amax: Tensor, rule: str) -> Tensor:

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from tutel_pack.formats import PackedTensor
 from tutel_pack.quant import e2m1
+from tutel_pack.quant.rounding import Sums
 
 RULES = ("lsq", "amax")
 """lsq: the best of the e4m3 codes −3 … +7 around amax/6.  amax: the code nearest to amax/6 (ModelOpt's rule)."""
@@ -23,10 +24,10 @@ def global_scale(amax: Tensor) -> Tensor:
     return torch.where(amax > 0, (amax / (e2m1.MAX * _SCALE_MAX)).clamp(min=_TINY), 1.0)
 
 
-def encode_tile(x: Tensor, tile: PackedTensor, rule: str) -> tuple[Tensor, Tensor, Tensor]:
-    """Fill `tile`, whose global scale is set, from x [n, K]. Returns float32 (amax, error, energy) of its blocks."""
+def encode_tile(x: Tensor, tile: PackedTensor, rule: str, measure: bool) -> Sums:
+    """Fill `tile`, whose global scale is set, from x [n, K]. Returns the Sums of its blocks."""
     search = e2m1.BlockSearch(e2m1.columns(x, BLOCK))
-    energy = search.energy()
+    energy = search.energy() if measure else None
     wanted = search.amax / (e2m1.MAX * tile.global_scale)
     nearest = wanted.clamp(_SCALE_MIN, _SCALE_MAX).to(torch.float8_e4m3fn).view(torch.uint8).to(torch.int32)
     steps = torch.arange(-3, 8) if rule == "lsq" else torch.zeros(1, dtype=torch.int64)
@@ -36,7 +37,7 @@ def encode_tile(x: Tensor, tile: PackedTensor, rule: str) -> tuple[Tensor, Tenso
     pairs, error = search.encode(scale * tile.global_scale)
     tile.data.view(-1, BLOCK // 2).copy_(pairs.T)
     tile.scale.copy_(scale.view(tile.scale.shape).to(torch.float8_e4m3fn))
-    return search.amax, error, energy
+    return search.amax, error() if measure else None, energy
 
 
 def _e4m3_values(device: torch.device) -> Tensor:

@@ -5,6 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+Sums = tuple[Tensor, Tensor | None, Tensor | None]
+"""What `encode_tile` returns: float32 amax, error and energy, one or several numbers each that together cover the tile;
+error and energy are None where they are not to be measured."""
+
 _EXPONENT_BITS = 0x7F800000
 
 
