@@ -10,7 +10,8 @@ comma := ,
 
 demo: $(READY)
 	$(BIN)/tutel-convert demo/model --fmt nvfp4 -o demo/out/nvfp4 --force
-	$(BIN)/tutel-run generate demo/out/nvfp4 "And the king said unto" --temperature 0.7 --seed 1 --max-tokens 80
+	@printf '\nMr. Darcy'
+	@$(BIN)/tutel-run generate demo/out/nvfp4 "Mr. Darcy" --temperature 0.7 --seed 3 --max-tokens 80
 
 test: $(READY)
 	$(BIN)/python -m pytest

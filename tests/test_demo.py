@@ -90,7 +90,7 @@ def test_every_command_of_the_readme(hub, tmp_path, monkeypatch):
 
 def test_make_demo_ends_with_text(artifacts):
     """The Makefile's own generate command, on the artifact that its convert command makes."""
-    (line,) = re.findall(r"^\t\$\(BIN\)/(tutel-run generate .*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    (line,) = re.findall(r"^\t@\$\(BIN\)/(tutel-run generate .*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
     words = [str(artifacts["nvfp4"]) if w == "demo/out/nvfp4" else w for w in shlex.split(line)]
     done = subprocess.run([Path(sys.executable).with_name(words[0]), *words[1:]], capture_output=True, text=True, check=True)
     vocabulary = set(re.findall(r"[a-z]+", (DEMO / "heldout.txt").read_text().lower()))
