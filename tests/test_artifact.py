@@ -118,8 +118,9 @@ def test_loading_a_large_file_takes_no_memory(tmp_path):
     loaded = Artifact(tmp_path).load("w")
     views = [loaded.expert(e) for e in range(64)]
     assert resident() - before < 8 << 20 < loaded.nbytes
-    copies = [view.data.clone() for view in views]
-    assert resident() - before > 32 << 20 and len(copies) == 64  # the measure does see a copy
+    # The measure does see a copy: in one piece, which the allocator cannot put where something was freed before.
+    copy = loaded.data.clone()
+    assert resident() - before > 32 << 20 and len(copy) == len(views)
 
 
 def _spec():
