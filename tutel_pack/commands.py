@@ -13,6 +13,10 @@ from tutel_pack.errors import InputError, ResourceError
 
 CONTEXT = {"help_option_names": ["-h", "--help"]}
 
+# Read by OpenMP when torch is loaded, so here, before. Threads that spin while they wait take the processor from those that
+# work: on a busy machine a token then takes twenty times as long.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
 
 class Commands(click.Group):
     """A group that turns every failure a user can cause or meet into one line on standard error and an exit code.
