@@ -105,7 +105,10 @@ def open_source(model: str, revision: str | None = None) -> Source:
         pass
     else:
         if model.count("/") == 1:
-            return HubSource(model, revision or constants.DEFAULT_REVISION)
+            try:
+                return HubSource(model, revision or constants.DEFAULT_REVISION)
+            except (InputError, ResourceError) as error:
+                raise type(error)(f"{error} (and there is no folder {model!r} here)") from error
     raise InputError(f"{model!r} is neither an existing folder nor a Hub id of the form org/name")
 
 

@@ -58,9 +58,10 @@ class Recipe:
         for pattern, _ in self.overrides:
             matched = [name for name in roles if re.search(pattern, name)]
             if not matched:
-                raise InputError(f"--override {pattern!r} matches no tensor: names look like {next(iter(roles))}.")
+                sample = next((name for name, role in roles.items() if role != KEEP), next(iter(roles)))
+                raise InputError(f"--override '{pattern}' matches no tensor: names look like {sample}.")
             if all(roles[name] == KEEP for name in matched):
-                raise InputError(f"--override {pattern!r} matches only tensors that stay as they are, such as {matched[0]}.")
+                raise InputError(f"--override '{pattern}' matches only tensors that stay as they are, such as {matched[0]}.")
 
     def _rest(self) -> str:
         return self.rest or (self.fmt if self.fmt in ("bf16", SOURCE) else "fp8")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tutel_pack.errors import InputError
+from tutel_pack.runtime.text import check_unicode
 
 
 def has_template(tokenizer) -> bool:
@@ -37,10 +38,15 @@ def render(tokenizer, messages: Sequence[dict]) -> list[int]:
     for message in messages:
         if not isinstance(message, dict) or not isinstance(message.get("role"), str) or "content" not in message:
             raise InputError(f'A message must be {{"role": …, "content": …}}, not {message!r}.')
+        if isinstance(message["content"], str):
+            check_unicode(message["content"])
     from jinja2 import TemplateError
 
     try:
-        ids = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, return_dict=False)
+        # Not verbose: a conversation that is too long gets a sentence of ours.
+        ids = tokenizer.apply_chat_template(
+            list(messages), add_generation_prompt=True, return_dict=False, tokenizer_kwargs={"verbose": False}
+        )
     except (TemplateError, TypeError) as e:
         raise InputError(f"The model's chat template refuses these messages: {e}") from e
     if not ids:

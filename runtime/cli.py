@@ -7,7 +7,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import click
@@ -16,6 +16,11 @@ from tutel_pack import __version__, recent
 from tutel_pack.commands import CONTEXT, Commands
 from tutel_pack.errors import InputError
 
+OPTIONS = {
+    "max_new_tokens": "--max-tokens", "temperature": "--temperature", "top_k": "--top-k", "top_p": "--top-p", "min_p": "--min-p",
+    "repetition_penalty": "--repetition-penalty", "seed": "--seed", "stop": "--stop",
+}  # fmt: skip
+"""SamplingParams' fields by the options that set them."""
 DTYPES = ("bfloat16", "float16", "float32")
 EPILOG = """
 \b
@@ -99,7 +104,7 @@ def generate(words, system, raw, device, dtype, backend, as_json, quiet, **sampl
     if not result.text.endswith("\n"):
         click.echo()
     if not quiet:
-        click.echo(_statistics(result), err=True)
+        click.echo(_statistics(result, model.spec.context), err=True)
 
 
 @main.command()
@@ -134,7 +139,7 @@ def chat(artifact, system, device, dtype, backend, quiet, **sampling):
             system = (rest.strip() or None) if command == "/system" else system
             history = []
         elif line.strip():  # models have commands of their own, such as /no_think: those are messages
-            history = _answer(model, [*history, {"role": "user", "content": line}], system, sampling, terminal)
+            history = _answer(model, [*history, {"role": "user", "content": line}], system, sampling, terminal, quiet)
 
 
 def _artifact_and_prompt(words: tuple[str, ...]) -> tuple[str | None, str]:
@@ -145,10 +150,15 @@ def _artifact_and_prompt(words: tuple[str, ...]) -> tuple[str | None, str]:
             f"{words[0]} is an artifact, and the prompt is missing: `tutel-run generate {words[0]} PROMPT`."
         )
     *artifact, prompt = words
-    return (artifact[0] if artifact else None), (_standard_input() if prompt == "-" else prompt)
+    prompt = _standard_input() if prompt == "-" else prompt
+    if not prompt.strip():
+        raise InputError("The prompt is empty: give some text.")
+    return (artifact[0] if artifact else None), prompt
 
 
 def _standard_input() -> str:
+    if sys.stdin is None:
+        raise InputError("The prompt is to come from standard input, which is closed.")
     try:
         return sys.stdin.read().removesuffix("\n")
     except UnicodeDecodeError as e:
@@ -163,8 +173,19 @@ def _load(artifact: str | None, quiet: bool, sampling: dict, device: str, dtype:
     from tutel_pack import load_packed
     from tutel_pack.runtime.defaults import sampling_params
 
-    sampling_params(folder, **sampling)
+    with _option_names():
+        sampling_params(folder, **sampling)
     return load_packed(folder, device=device, dtype=dtype and getattr(torch, dtype), backend=backend)
+
+
+@contextmanager
+def _option_names() -> Iterator[None]:
+    """Errors that name a parameter name the option instead."""
+    try:
+        yield
+    except InputError as e:
+        name, _, rest = str(e).partition(" ")
+        raise InputError(f"{OPTIONS.get(name, name)} {rest}") from e
 
 
 def _folder(artifact: str | None, quiet: bool) -> Path:
@@ -218,10 +239,16 @@ def _facts(result) -> dict:
     }
 
 
-def _statistics(result) -> str:
-    answer = f"Answer {len(result.tokens)} tokens{_rate(len(result.tokens) - 1, result.seconds)}"
-    cut = "cut off at the token limit" if result.finish_reason == "length" else "complete"
-    return f"Prompt {result.prompt_tokens} tokens{_rate(result.prompt_tokens, result.prompt_seconds)}. {answer}, {cut}."
+def _statistics(result, context: int) -> str:
+    prompt = f"Prompt {_tokens(result.prompt_tokens)}{_rate(result.prompt_tokens, result.prompt_seconds)}"
+    answer = f"Answer {_tokens(len(result.tokens))}{_rate(len(result.tokens) - 1, result.seconds)}"
+    full = result.prompt_tokens + len(result.tokens) >= context
+    cut = f"cut off: the context of {context} is full" if full else "cut off at the token limit"
+    return f"{prompt}. {answer}, {cut if result.finish_reason == 'length' else 'complete'}."
+
+
+def _tokens(count: int) -> str:
+    return f"{count} token{'s' * (count != 1)}"
 
 
 def _rate(tokens: int, seconds: float) -> str:
@@ -244,7 +271,7 @@ def _lines(terminal: bool) -> Iterator[str]:
             click.echo("\nCtrl-D or /exit leaves.", err=True)
 
 
-def _answer(model, messages: list[dict], system: str | None, sampling: dict, terminal: bool) -> list[dict]:
+def _answer(model, messages: list[dict], system: str | None, sampling: dict, terminal: bool, quiet: bool) -> list[dict]:
     """Print the model's answer. Returns the conversation with it, or without the last message if there was none."""
     from tutel_pack.runtime import engine
 
@@ -259,7 +286,7 @@ def _answer(model, messages: list[dict], system: str | None, sampling: dict, ter
             raise
         click.echo(f"Error: {e} /reset starts over." if isinstance(e, InputError) else " [stopped]", err=True, nl=False)
     click.echo()
-    if reason == "length":
+    if reason == "length" and not quiet:
         click.echo("[cut off at the token limit]", err=True)
     return [*messages, {"role": "assistant", "content": "".join(pieces)}] if pieces else messages[:-1]
 

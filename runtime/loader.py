@@ -132,13 +132,20 @@ class PackedModel:
             raise InputError(f"Token id {outside[0].item()} is not in the vocabulary of {self.spec.vocab}.")
 
     def generate(self, prompts, **options):
-        """Continue prompts: see runtime.engine.generate."""
+        """Continue prompts: a text, token ids, or a list of either -> Result, or a list of them.
+
+        options: max_new_tokens, temperature, top_k, top_p, min_p, repetition_penalty, seed, stop, and stream=True for an
+        iterator of Events; see runtime.engine.generate and runtime.sampling.SamplingParams.
+        """
         from tutel_pack.runtime import engine
 
         return engine.generate(self, prompts, **options)
 
     def chat(self, messages, **options):
-        """Answer a conversation: see runtime.engine.chat."""
+        """Answer a user's text or a list of {"role", "content"}, by the model's chat template -> Result.
+
+        options: system, and those of `generate`; see runtime.engine.chat.
+        """
         from tutel_pack.runtime import engine
 
         return engine.chat(self, messages, **options)

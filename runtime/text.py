@@ -23,11 +23,17 @@ def encode(tokenizer, prompt: str | Sequence[int]) -> list[int]:
         return _checked(prompt)
     if tokenizer is None:
         raise InputError("This artifact has no tokenizer: give the prompt as token ids.")
+    check_unicode(prompt)
+    # Not verbose: a prompt that is too long gets a sentence of ours.
+    return list(tokenizer(prompt, verbose=False).input_ids)
+
+
+def check_unicode(text: str) -> None:
+    """InputError for lone surrogates."""
     try:
-        prompt.encode()
+        text.encode()
     except UnicodeEncodeError as e:
         raise InputError(f"The prompt is not valid Unicode ({e.reason} at character {e.start}).") from e
-    return list(tokenizer(prompt).input_ids)
 
 
 def _checked(ids) -> list[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import errno
 import os
 import sys
 from pathlib import Path
@@ -72,6 +73,11 @@ class Commands(click.Group):
             raise _interrupted() from None
         except BrokenPipeError:  # whoever read standard output has had enough
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        except OSError as e:
+            if e.errno != errno.ENOSPC:
+                raise
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left of it in buffers
+            raise _failure("Standard output is full: there is no space left where it goes.", ResourceError.exit_code) from e
         except (MemoryError, RuntimeError) as e:
             if not _out_of_memory(e):
                 raise

@@ -139,6 +139,7 @@ class FakeModel:
     def __init__(self, folder: Path, decoder: FakeDecoder | None = None, tokenizer=None):
         self.artifact = SimpleNamespace(path=folder)
         self.decoder, self.tokenizer = decoder or FakeDecoder(), tokenizer
+        self.spec = self.decoder.spec
 
     def generate(self, prompts, **options):
         return generate(self, prompts, **options)

@@ -395,3 +395,25 @@ def test_help_fits_a_terminal_of_80_columns():
         text = tutel_run(*args, "--help", terminal_width=80).output
         assert max(map(len, text.splitlines())) <= 80
     assert tutel_run("--version").output == f"tutel-run {tutel_pack.__version__}\n"
+
+
+def test_a_full_context_is_said_to_be_full(tmp_path, monkeypatch):
+    loads(monkeypatch, plain_model(tmp_path, b"A" * 600, 2))
+    assert "cut off: the context of 512 is full" in tutel_run("generate", "x", "Hi").stderr
+
+
+@pytest.mark.parametrize("options, words", [(("-n", "0"), "--max-tokens must be"), (("--top-p", "2"), "--top-p must be")])
+def test_wrong_options_are_named_as_typed(artifact, options, words):
+    assert words in tutel_run("generate", artifact, "Hi", *options, code=2).stderr
+
+
+def test_an_empty_prompt(artifact):
+    assert "The prompt is empty" in tutel_run("generate", artifact, " ", code=2).stderr
+
+
+def test_full_standard_output_is_one_line_and_exit_code_3(artifact):
+    with open("/dev/full", "w") as full:
+        done = process("generate", artifact, "Hi", stdout=full)
+        assert done.wait(timeout=60) == 3
+    said = done.stderr.read()
+    assert "no space left" in said and "Traceback" not in said
