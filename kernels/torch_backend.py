@@ -135,7 +135,7 @@ def _mask(first: int, last: int, low: int, window: int | None, shared: int, devi
 
 def route(logits: Tensor, spec: Moe) -> tuple[Tensor, Tensor]:
     weights, ids = torch.topk(torch.softmax(logits.float(), dim=-1), spec.top_k, dim=-1)
-    return ids, weights / weights.sum(-1, keepdim=True) if spec.renormalize else weights
+    return ids, weights / weights.sum(-1, keepdim=True) if spec.router.renormalize else weights
 
 
 def moe(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Weight, down: Weight) -> Tensor:

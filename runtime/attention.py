@@ -13,11 +13,16 @@ from tutel_pack.spec import Attention, Rope
 class GroupedQueryAttention:
     """Softmax attention whose query heads share fewer key and value heads, with the options of `spec.Attention`."""
 
+    @staticmethod
+    def cached(spec: Attention) -> dict[str, tuple[int, ...]]:
+        """What it keeps of every token."""
+        return {"keys": (spec.kv_heads, spec.head_dim), "values": (spec.kv_heads, spec.head_dim)}
+
     def __init__(self, spec: Attention, layer: int, eps: float, weights: Weights, ops: Ops):
         self._spec, self._layer, self._eps, self._ops = spec, layer, eps, ops
         prefix = f"model.layers.{layer}.self_attn."
         self._projections = {
-            name: (weights(f"{prefix}{name}_proj.weight"), weights(f"{prefix}{name}_proj.bias") if spec.bias else None)
+            name: (weights(f"{prefix}{name}_proj.weight"), weights(f"{prefix}{name}_proj.bias") if name in spec.bias else None)
             for name in "qkvo"
         }
         if spec.qk_norm:
@@ -35,8 +40,8 @@ class GroupedQueryAttention:
         if spec.qk_norm:
             q, k = ops.rms_norm(q, self._q_norm, self._eps), ops.rms_norm(k, self._k_norm, self._eps)
         rotation = rotations[spec.rope]
-        cache.append(self._layer, ops.rope(k, rotation), v, layout)
-        keys, values = cache.keys[self._layer], cache.values[self._layer]
+        cache.append(self._layer, layout, keys=ops.rope(k, rotation), values=v)
+        keys, values = cache.tokens[self._layer]["keys"], cache.tokens[self._layer]["values"]
         heads = ops.attention(ops.rope(q, rotation), keys, values, layout, spec.window)
         return self._project("o", heads.flatten(1))
 

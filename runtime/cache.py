@@ -14,22 +14,29 @@ from tutel_pack.runtime.batch import Batch
 
 
 class PagedCache:
-    """A pool of keys and one of values per layer, [blocks, block_size, kv_heads, head_dim] each.
+    """Pools of what layers keep of every token, [blocks, block_size, …] each.
 
-    heads: (kv_heads, head_dim) of every layer. A block id stands for the same place in all pools. ResourceError if the
-    pools do not fit into the device's memory.
+    shapes: for every layer, name -> shape of one token's entry, such as {"keys": (kv_heads, head_dim), …}.
+    tokens: for every layer, name -> pool. A block id stands for the same place in all pools. ResourceError if the pools
+    do not fit into the device's memory.
     """
 
     def __init__(
-        self, heads: Sequence[tuple[int, int]], blocks: int, block_size: int, device: torch.device, dtype: torch.dtype
+        self,
+        shapes: Sequence[dict[str, tuple[int, ...]]],
+        blocks: int,
+        block_size: int,
+        device: torch.device,
+        dtype: torch.dtype,
     ):
         self.block_size = block_size
         try:
-            self.keys, self.values = (
-                [torch.empty(blocks, block_size, *shape, dtype=dtype, device=device) for shape in heads] for _ in "kv"
-            )
+            self.tokens = [
+                {name: torch.empty(blocks, block_size, *shape, dtype=dtype, device=device) for name, shape in layer.items()}
+                for layer in shapes
+            ]
         except RuntimeError as e:  # torch's out-of-memory errors, of any device
-            size = 2 * blocks * block_size * dtype.itemsize * sum(math.prod(shape) for shape in heads)
+            size = blocks * block_size * dtype.itemsize * sum(math.prod(s) for layer in shapes for s in layer.values())
             raise ResourceError(
                 f"A cache of {blocks * block_size} tokens takes {size / 1e9:.1f} GB, which {device} does not have: "
                 "ask for a shorter context or fewer sequences at once."
@@ -89,7 +96,7 @@ class PagedCache:
         block = blocks[first_block + positions // self.block_size]
         return block * self.block_size + positions % self.block_size
 
-    def append(self, layer: int, keys: Tensor, values: Tensor, layout: Layout) -> None:
-        """Store the new tokens' keys and values, [T, kv_heads, head_dim], in the pools of a layer."""
-        self.keys[layer].flatten(0, 1).index_copy_(0, layout.slots, keys)
-        self.values[layer].flatten(0, 1).index_copy_(0, layout.slots, values)
+    def append(self, layer: int, layout: Layout, **entries: Tensor) -> None:
+        """Store the new tokens' entries, name -> [T, …], in the pools of a layer."""
+        for name, entry in entries.items():
+            self.tokens[layer][name].flatten(0, 1).index_copy_(0, layout.slots, entry)

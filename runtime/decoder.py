@@ -13,7 +13,11 @@ from tutel_pack.runtime.batch import Batch
 from tutel_pack.runtime.cache import PagedCache
 from tutel_pack.runtime.moe import DenseBlock, MoeBlock
 from tutel_pack.runtime.weights import Weights
-from tutel_pack.spec import ModelSpec, Moe, Rope
+from tutel_pack.spec import Attention, ModelSpec, Moe, Rope
+
+
+ATTENTION = {Attention: GroupedQueryAttention}
+"""Which block runs which kind of attention."""
 
 
 class Decoder:
@@ -42,8 +46,8 @@ class Decoder:
 
     def new_cache(self, blocks: int, block_size: int = 64) -> PagedCache:
         """An empty cache for blocks · block_size tokens. ResourceError if the device lacks the memory."""
-        heads = [(layer.attention.kv_heads, layer.attention.head_dim) for layer in self.spec.layers]
-        return PagedCache(heads, blocks, block_size, self.device, self.dtype)
+        shapes = [ATTENTION[type(layer.attention)].cached(layer.attention) for layer in self.spec.layers]
+        return PagedCache(shapes, blocks, block_size, self.device, self.dtype)
 
     @torch.no_grad()
     def forward(self, batch: Batch, cache: PagedCache, hidden: bool = False) -> Tensor | tuple[Tensor, Tensor]:
@@ -71,7 +75,7 @@ class _DecoderLayer:
         self._ops, self._eps = ops, model.norm_eps
         spec, prefix = model.layers[index], f"model.layers.{index}."
         self._input_norm = weights(prefix + "input_layernorm.weight")
-        self._attention = GroupedQueryAttention(spec.attention, index, model.norm_eps, weights, ops)
+        self._attention = ATTENTION[type(spec.attention)](spec.attention, index, model.norm_eps, weights, ops)
         self._post_norm = weights(prefix + "post_attention_layernorm.weight")
         routed = isinstance(spec.mlp, Moe)
         self._mlp = MoeBlock(spec.mlp, index, weights, ops) if routed else DenseBlock(index, weights, ops)

@@ -46,8 +46,8 @@ def model(tmp_path_factory):
 
 
 def test_the_spec_of_a_config():
-    attention = Attention(heads=6, kv_heads=3, head_dim=32, rope=Rope(1e6, 32), qk_norm=True, bias=False, window=None)
-    moe = Moe(experts=12, top_k=2, intermediate=96, renormalize=True)
+    attention = Attention(heads=6, kv_heads=3, head_dim=32, rope=Rope(1e6, 32), qk_norm="head", window=None)
+    moe = Moe(experts=12, top_k=2, intermediate=96)
     layers = tuple(Layer(attention, mlp) for mlp in (moe, Mlp(192), moe))
     assert qwen3_moe.spec(qwen3_config()) == ModelSpec("qwen3_moe", 160, 150, 512, 1e-6, False, layers)
 
@@ -61,7 +61,7 @@ def test_the_spec_of_a_config():
     ({"rope_scaling": {"type": "default"}}, lambda s: s.layers[0].attention.rope.theta == 1e6),
     ({"sliding_window": 128}, lambda s: s.layers[0].attention.window is None),
     ({"sliding_window": 128, "use_sliding_window": True}, lambda s: s.layers[0].attention.window == 128),
-    ({"norm_topk_prob": None}, lambda s: s.layers[0].mlp.renormalize is False),
+    ({"norm_topk_prob": None}, lambda s: s.layers[0].mlp.router.renormalize is False),
     ({"attention_bias": True}, lambda s: s.layers[0].attention.bias),
     ({"num_experts": None, "num_local_experts": 8}, lambda s: s.layers[0].mlp.experts == 8),
     ({"num_experts": 0}, lambda s: all(layer.mlp == Mlp(192) for layer in s.layers)),

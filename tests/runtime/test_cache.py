@@ -12,7 +12,7 @@ from tutel_pack.runtime.cache import PagedCache
 
 def make(blocks: int = 6, block_size: int = 4) -> PagedCache:
     """Two layers, of 2 heads of 8 and 1 head of 16."""
-    return PagedCache([(2, 8), (1, 16)], blocks, block_size, torch.device("cpu"), torch.float32)
+    return PagedCache([{"keys": s, "values": s} for s in ((2, 8), (1, 16))], blocks, block_size, torch.device("cpu"), torch.float32)
 
 
 def test_blocks_are_taken_and_given_back():
@@ -46,8 +46,9 @@ def test_a_block_cannot_be_freed_twice():
 
 def test_the_pools_take_what_was_asked_for():
     cache = make(blocks=6, block_size=4)
-    assert [p.shape for p in cache.keys] == [(6, 4, 2, 8), (6, 4, 1, 16)] == [p.shape for p in cache.values]
-    assert sum(p.nbytes for p in (*cache.keys, *cache.values)) == 2 * 2 * 6 * 4 * 16 * 4
+    for name in ("keys", "values"):
+        assert [layer[name].shape for layer in cache.tokens] == [(6, 4, 2, 8), (6, 4, 1, 16)]
+    assert sum(p.nbytes for layer in cache.tokens for p in layer.values()) == 2 * 2 * 6 * 4 * 16 * 4
 
 
 def test_a_cache_larger_than_the_memory():
@@ -57,7 +58,7 @@ def test_a_cache_larger_than_the_memory():
 
 def test_tokens_land_where_the_tables_say():
     cache = make()
-    for pool in (*cache.keys, *cache.values):
+    for pool in (p for layer in cache.tokens for p in layer.values()):
         pool.fill_(torch.nan)
     # Positions 3 … 5 of one sequence, none of the second, position 0 of the third.
     batch = Batch.build([[7, 8, 9], [], [5]], [3, 2, 0], [[4, 1], [0], [3]])
@@ -65,11 +66,11 @@ def test_tokens_land_where_the_tables_say():
     assert layout.slots.tolist() == [4 * 4 + 3, 1 * 4 + 0, 1 * 4 + 1, 3 * 4 + 0]
     assert list(layout.lengths) == [6, 0, 1] and [t.tolist() for t in layout.tables] == [[4, 1], [], [3]]
     new = torch.arange(4.0)[:, None, None].expand(4, 2, 8)
-    cache.append(0, new, -new, layout)
-    for pool, sign in ((cache.keys[0], 1), (cache.values[0], -1)):
+    cache.append(0, layout, keys=new, values=-new)
+    for pool, sign in ((cache.tokens[0]["keys"], 1), (cache.tokens[0]["values"], -1)):
         assert [pool[b, i, 1, 5].item() for b, i in ((4, 3), (1, 0), (1, 1), (3, 0))] == [0, sign, 2 * sign, 3 * sign]
         assert pool.isnan().sum() == pool.numel() - 4 * 16
-    assert all(pool.isnan().all() for pool in (cache.keys[1], cache.values[1]))
+    assert all(pool.isnan().all() for pool in cache.tokens[1].values())
 
 
 def test_a_table_may_be_longer_than_needed():

@@ -12,7 +12,7 @@ from tutel_pack.errors import InputError
 from tutel_pack.formats import FORMATS
 from tutel_pack.runtime.batch import Batch
 from tutel_pack.runtime.decoder import Decoder
-from tutel_pack.spec import Layer, Rope
+from tutel_pack.spec import Layer, Rope, Router
 
 VARIANTS = {
     "plain": {},
@@ -68,7 +68,7 @@ def run(decoder: Decoder, new: list[list[int]], chunk: int | None = None, block_
 
 
 def poison(cache) -> None:
-    for pool in (*cache.keys, *cache.values):
+    for pool in (p for layer in cache.tokens for p in layer.values()):
         pool.fill_(torch.nan)
 
 
@@ -124,11 +124,11 @@ def test_a_wrong_spec_is_seen(pair, break_it):
     elif break_it == "window":
         attention = replace(attention, window=39)
     elif break_it == "qk_norm":
-        attention = replace(attention, qk_norm=False)
+        attention = replace(attention, qk_norm=None)
     elif break_it == "top_k":
         moe = replace(moe, top_k=2)
     else:
-        moe = replace(moe, renormalize=False)
+        moe = replace(moe, router=Router(renormalize=False))
     spec = replace(pair.spec, norm_eps=eps, layers=(Layer(attention, moe),) * 2)
     new = prompts(40)
     logits, = run(Decoder(spec, pair.weights.__getitem__, "cpu", torch.float32), new)
