@@ -111,11 +111,11 @@ class PackedModel:
         if not logits.numel():
             return logits
         cache = self.decoder.new_cache(rows, block_size=length)
-        tables = [cache.allocate(1) for _ in range(rows)]
+        tables, slots = [cache.allocate(1) for _ in range(rows)], [cache.allocate_slot() for _ in range(rows)]
         step = max(1, _STEP_TOKENS // rows)
         for start in range(0, length, step):
             new = input_ids[:, start : start + step].tolist()
-            batch = Batch.build(new, [start] * rows, tables, self.device, all_rows=True)
+            batch = Batch.build(new, [start] * rows, tables, self.device, all_rows=True, slots=slots)
             logits[:, start : start + step] = self.decoder.forward(batch, cache).unflatten(0, (rows, -1))
         return logits
 

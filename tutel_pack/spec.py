@@ -167,6 +167,10 @@ class DeltaNet:
     kernel: int
     grouped: bool
 
+    def __post_init__(self):
+        if self.value_heads % self.key_heads:
+            _refuse(f"{self.value_heads} value heads cannot share {self.key_heads} key heads evenly")
+
 
 @dataclass(frozen=True)
 class Swiglu:
