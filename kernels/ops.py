@@ -125,6 +125,38 @@ class Ops:
         _check(fits, "attention", q, keys, values, sinks)
         return self._backend.attention(q, keys, values, layout, window, scale, sinks) if len(q) else q
 
+    def latent_attention(
+        self, q: Tensor, entries: Tensor, up: Tensor, layout: Layout, scale: float,
+        picks: Sequence[Tensor | None] | None = None,
+    ) -> Tensor:  # fmt: skip
+        """Causal attention of q [T, heads, nope + D] over a paged cache of latents -> [T, heads, v].
+
+        entries: [blocks, B, R + D], the new tokens' among them: a latent of rank R, then D dimensions of a key that all
+        heads share. up: [heads, nope + v, R] of C makes the first nope dimensions of a head's keys and its values of
+        latents. scale: of the logits.
+        picks: as of top_positions; a query sees only those of its picks that are not behind it.
+        """
+        heads, made, rank = up.shape
+        shared = entries.shape[-1] - rank
+        fits = q.ndim == 3 and entries.ndim == 3 and q.shape[1] == heads and 0 < q.shape[2] - shared < made
+        _check(fits and shared >= 0 and layout.starts[-1] == len(q), "latent_attention", q, entries, up)
+        _check(not picks or len(picks) == len(layout.tables), "latent_attention", q, entries, up)
+        if not len(q):
+            return q.new_empty(0, heads, made - (q.shape[2] - shared))
+        return self._backend.latent_attention(q, entries, up, layout, scale, picks)
+
+    def top_positions(
+        self, q: Tensor, weights: Tensor, keys: Tensor, layout: Layout, top_k: int
+    ) -> Sequence[Tensor | None]:
+        """For every sequence int64 [its new tokens, top_k]: the positions of the largest Σ_h weights_h · relu(q_h · key)
+        in float32, those behind the query last; None where it has no more than top_k positions, or no new tokens.
+
+        q [T, heads, D], weights float32 [T, heads], keys [blocks, B, D], the new tokens' among them.
+        """
+        fits = q.ndim == keys.ndim == 3 and weights.shape == q.shape[:2] and q.shape[2] == keys.shape[2]
+        _check(fits and layout.starts[-1] == len(q), "top_positions", q, weights, keys)
+        return self._backend.top_positions(q, weights, keys, layout, top_k)
+
     def route(self, logits: Tensor, spec: Moe, correction: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """logits [T, E], their bias included -> ids int64 [T, k], weights float32 [T, k]; see `spec.Router`.
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from tutel_pack.formats import PackedTensor
 from tutel_pack.kernels.ops import Layout, Weight
+from tutel_pack.kernels.torch_latent import latent_attention, top_positions
 from tutel_pack.quant.codec import decode
 from tutel_pack.spec import ClampedSwiglu, Dynamic, Linear, Llama3, Moe, Rope, Swiglu, Yarn
 
