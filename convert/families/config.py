@@ -53,6 +53,15 @@ class Config:
             self._refuse(key, "a list of whole numbers")
         return value
 
+    def names(self, key: str, known: tuple[str, ...], default: list[str]) -> list[str]:
+        """One of the known names for every layer."""
+        value = self._get(key, default)
+        if not isinstance(value, list) or not all(isinstance(item, str) and item in known for item in value):
+            self._refuse(key, f"a list of {', '.join(known)}")
+        if len(value) != self.layers():
+            self._refuse(key, f"one name for each of {self.layers()} layers")
+        return value
+
     def layers(self) -> int:
         return self.size("num_hidden_layers", most=MOST_LAYERS)
 
