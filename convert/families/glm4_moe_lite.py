@@ -16,4 +16,4 @@ def spec(config: dict) -> ModelSpec:
     return decoder("glm4_moe_lite", c, lambda layer: mla, listed_dense_layers(c, config, default=1))
 
 
-FAMILY = Family(model_types=("glm4_moe_lite",), spec=spec, renames=skips=SKIPS)
+FAMILY = Family(model_types=("glm4_moe_lite",), spec=spec, renames=PER_EXPERT, skips=SKIPS)
