@@ -28,34 +28,40 @@ _SCORES = 1 << 22
 def latent_attention(
     q: Tensor, entries: Tensor, up: Tensor, layout: Layout, scale: float, picks: Sequence[Tensor | None] | None
 ) -> Tensor:
-    out = q.new_empty(len(q), q.shape[1], _value_dim(q, entries, up))
-    for s, (new, past, seen) in _sequences(entries, layout):
-        picked = picks[s] if picks else None
+    heads, made, rank = up.shape
+    out = q.new_empty(len(q), heads, made - (q.shape[2] - entries.shape[-1] + rank))
+    for s, new, past in _sequences(layout):
+        picked, table = picks[s] if picks else None, layout.tables[s]
         if picked is not None and len(picked) == 1:
-            seen, past, picked = seen[picked[0]], len(picked[0]) - 1, None
-        attend = absorbed if _absorbing_is_cheaper(new.stop - new.start, len(seen), q, up) else expanded
+            # What a single query does not see is not even fetched.
+            seen, past, picked = _at(entries, table, picked[0]), picked.shape[1] - 1, None
+        else:
+            seen = _stored(entries, table, layout.lengths[s])
+        attend = absorbed if _absorbing_is_cheaper(new.stop - new.start, len(seen), made, rank) else expanded
         attend(q[new], seen, up, past, scale, picked, out[new])
     return out
 
 
-def _sequences(pool: Tensor, layout: Layout) -> Iterator[tuple[int, tuple[slice, int, Tensor]]]:
-    """(sequence, (its new tokens in the batch, how many positions came before them, its entries by position)) of those
-    that have new tokens."""
-    for s, table in enumerate(layout.tables):
-        new = slice(layout.starts[s], layout.starts[s + 1])
-        if new.start < new.stop:
-            length = layout.lengths[s]
-            yield s, (new, length - (new.stop - new.start), pool[table].flatten(0, 1)[:length])
+def _sequences(layout: Layout) -> Iterator[tuple[int, slice, int]]:
+    """(sequence, its new tokens in the batch, how many positions came before them) of those that have new tokens."""
+    for s, (start, stop) in enumerate(zip(layout.starts, layout.starts[1:])):
+        if start < stop:
+            yield s, slice(start, stop), layout.lengths[s] - (stop - start)
 
 
-def _value_dim(q: Tensor, entries: Tensor, up: Tensor) -> int:
-    """Rows of `up` are nope + v per head, q has nope + the rotated dimensions, an entry the rank + those."""
-    return up.shape[1] + entries.shape[-1] - up.shape[2] - q.shape[2]
+def _stored(pool: Tensor, table: Tensor, length: int) -> Tensor:
+    """What a sequence has in a pool [blocks, B, D], by position: [length, D]."""
+    return pool[table].flatten(0, 1)[:length]
 
 
-def _absorbing_is_cheaper(queries: int, keys: int, q: Tensor, up: Tensor) -> bool:
-    """By multiplications of a head, with its rotated dimensions left out on both sides. q: for its device only."""
-    _, made, rank = up.shape
+def _at(pool: Tensor, table: Tensor, positions: Tensor) -> Tensor:
+    """The same at some positions."""
+    block = pool.shape[1]
+    return pool[table[positions // block], positions % block]
+
+
+def _absorbing_is_cheaper(queries: int, keys: int, made: int, rank: int) -> bool:
+    """By multiplications of a head, those with the rotated dimensions left out on both sides. made: nope + v."""
     return queries * (2 * rank * keys + rank * made) <= queries * made * keys + keys * rank * made
 
 
@@ -126,9 +132,10 @@ def _causal(first: int, last: int, device: torch.device) -> Tensor:
 
 def top_positions(q: Tensor, weights: Tensor, keys: Tensor, layout: Layout, top_k: int) -> list[Tensor | None]:
     picks: list[Tensor | None] = [None] * len(layout.tables)
-    for s, (new, past, seen) in _sequences(keys, layout):
-        if len(seen) > top_k:
-            picks[s] = _top(q[new], weights[new], seen.float(), past, top_k)
+    for s, new, past in _sequences(layout):
+        if layout.lengths[s] > top_k:
+            seen = _stored(keys, layout.tables[s], layout.lengths[s]).float()
+            picks[s] = _top(q[new], weights[new], seen, past, top_k)
     return picks
 
 
