@@ -32,7 +32,7 @@ def spec(config: dict) -> ModelSpec:
         norm_eps=c.number("rms_norm_eps", 1e-5),
         tied_head=c.flag("tie_word_embeddings", False),
         layers=tuple(dense if i < first else routed for i in range(c.layers())),
-        mtp=(routed,) * c.size("num_nextn_predict_layers", 0, least=0, most=10),
+        mtp=(routed,) * c.size("num_nextn_predict_layers", 1, least=0, most=10),
     )
 
 

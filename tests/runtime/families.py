@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from importlib import import_module
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from tutel_pack.convert.families import find_family
 from tutel_pack.formats import FORMATS, PackedTensor
 from tutel_pack.quant.codec import decode, encode
 from tutel_pack.runtime.decoder import Decoder
@@ -53,13 +53,18 @@ def make_model(model_type: str, **options) -> torch.nn.Module:
     return model
 
 
+def interleaved(w: torch.Tensor) -> torch.Tensor:
+    """[E, 2I, …], gate rows first, with gate and up rows in turns."""
+    return torch.stack(w.chunk(2, dim=1), dim=2).flatten(1, 2)
+
+
 class Pair:
     """transformers' model and ours on the same weights, those that a recipe would pack in `fmt`, or plain with None."""
 
     def __init__(self, model_type: str, fmt: str | None = None, **options):
         self.theirs = make_model(model_type, **options)
         config = self.theirs.config.to_dict()
-        self.spec = replace(find_family(config).spec(config), mtp=())
+        self.spec = replace(import_module(f"tutel_pack.convert.families.{model_type}").spec(config), mtp=())
         self.weights = {}
         state = dict((*self.theirs.named_parameters(), *self.theirs.named_buffers()))
         for name, tensor in canonical_tensors(self.spec).items():
@@ -85,9 +90,7 @@ class Pair:
         if tensor.role == KEEP or fmt is None:
             return w.contiguous()
         packed = encode(w.contiguous(), FORMATS[fmt], tensor.segments or (tensor.shape[-2],)).tensor
-        w = decode(packed)
-        if tensor.segments:
-            w = torch.stack(w.chunk(2, dim=1), dim=2).flatten(1, 2)
+        w = interleaved(decode(packed)) if tensor.segments else decode(packed)
         p.data.copy_(w.transpose(1, 2))
         return packed
 

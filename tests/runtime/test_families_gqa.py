@@ -9,7 +9,6 @@ import torch
 
 from tests.runtime.families import Pair
 from tests.runtime.test_decoder import FLOAT32_LIMIT, errors, greedy, run, worst
-from tutel_pack.runtime.decoder import Decoder
 from tutel_pack.spec import ClampedSwiglu, Moe, ModelSpec, Swiglu
 
 STEPS = 24
@@ -50,14 +49,14 @@ CASES = {
     "granitemoe": ("granitemoe", LOCAL | GRANITE),
     # Every rope scaling, with prompts longer than the original context.
     "linear": ("mixtral", LOCAL | {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 3.0}}),
-    "yarn": ("mixtral", LOCAL | {"rope_parameters": YARN}),
-    "yarn-mscale": ("mixtral", LOCAL | {"rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 0.7, "beta_fast": 4}}),
+    "yarn": ("mixtral", LOCAL | {"head_dim": 32, "rope_parameters": YARN}),
+    "yarn-mscale": ("mixtral", LOCAL | {"head_dim": 32, "rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 0.7, "beta_fast": 4}}),
     "llama3": (
         "mixtral",
         LOCAL | {"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0,
                                      "high_freq_factor": 4.0, "original_max_position_embeddings": 64}},
     ),
-    "dynamic": ("mixtral", LOCAL | {"max_position_embeddings": 16, "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}),
+    "dynamic": ("mixtral", LOCAL | {"head_dim": 32, "max_position_embeddings": 16, "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}),
 }  # fmt: skip
 FAMILIES = ["qwen2_moe", "olmoe", "mixtral", "minimax_m2", "gpt_oss", "glm4_moe", "ernie4_5_moe", "granitemoe"]
 
@@ -75,8 +74,8 @@ def pair_of(case: str, fmt: str | None = None, **options) -> Pair:
     return Pair(model_type, fmt, **{**configured, **options})
 
 
-def prompts(*lengths: int) -> list[list[int]]:
-    generator = torch.Generator().manual_seed(1)
+def prompts(*lengths: int, seed: int = 1) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(seed)
     return [torch.randint(131, (n,), generator=generator).tolist() for n in lengths]
 
 
@@ -96,15 +95,20 @@ def test_logits_agree_in_every_format(fmt):
     assert worst(run(pair.decoder(), [new])[0], pair.logits(new)) < FLOAT32_LIMIT
 
 
+def theirs(pair: Pair, ids: list[int]) -> list[int]:
+    # Without a mask, tokens of the prompt that happen to be the padding's would be masked.
+    options = {"max_new_tokens": STEPS, "do_sample": False, "pad_token_id": 0, "attention_mask": torch.ones(1, len(ids))}
+    return pair.theirs.generate(torch.tensor([ids]), **options)[0, len(ids) :].tolist()
+
+
 @pytest.mark.parametrize("case", [c for c in CASES if c in FAMILIES or "window" in c])
 def test_greedy_tokens_are_those_of_transformers(case):
     pair = pair_of(case, "fp8")
-    start = prompts(12, 3)
-    options = {"max_new_tokens": STEPS, "do_sample": False, "pad_token_id": 0}
-    expected = [pair.theirs.generate(torch.tensor([ids]), **options)[0, len(ids) :].tolist() for ids in start]
+    start = prompts(12, 3, seed=3)  # which leave margins between the two likeliest tokens
+    expected = [theirs(pair, ids) for ids in start]
     for ids, chosen in zip(start, expected):
         top = pair.logits(ids + chosen)[len(ids) - 1 : -1].topk(2).values
-        assert ((top[:, 0] - top[:, 1]) > 10 * FLOAT32_LIMIT * top[:, 0].abs()).all()  # no choice that rounding makes
+        assert ((top[:, 0] - top[:, 1]) > 5 * FLOAT32_LIMIT * top[:, 0].abs()).all()  # no choice that rounding makes
     assert greedy(pair.decoder(), start, STEPS) == expected
     assert len({tuple(ids) for ids in expected}) == 2 and min(len(set(ids)) for ids in expected) > 3
 
@@ -125,8 +129,9 @@ def test_bfloat16_is_as_exact_as_that_of_transformers(case):
     for w in pair.weights.values():
         if isinstance(w, torch.Tensor):
             w.copy_(w.bfloat16())
-    for p in pair.theirs.parameters():  # weights that are copies of theirs, as gpt-oss's biases are
-        p.copy_(p.bfloat16()) if p.ndim < 3 else None
+    for name, p in pair.theirs.named_parameters():
+        if isinstance(pair.weights[name], torch.Tensor):  # which may be a copy, as of gpt-oss's biases
+            p.copy_(p.bfloat16())
     ours, new = pair.decoder(torch.bfloat16), prompts(40, 40, 40)
     got = torch.cat(run(ours, new))
     exact = pair.theirs.double()(torch.tensor(new)).logits.flatten(0, 1)
