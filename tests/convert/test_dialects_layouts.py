@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.checkpoints import INDEX, LAYOUTS, experts, qwen3_config, qwen3_weights, to_layout, tree, values, write_checkpoint
+from tests.checkpoints import INDEX, LAYOUTS, experts, forked, qwen3_config, qwen3_weights, to_layout, tree, values, write_checkpoint
 from tests.convert.layouts_oracle import meaning
 from tutel_pack.artifact import Artifact
 from tutel_pack.convert import layout as cutting
@@ -108,6 +108,45 @@ def test_layouts_become_other_formats(tmp_path, layout, fmt):
             assert torch.equal(decode(found), wanted)
         else:
             assert torch.equal(decode(found), decode(expected))
+
+
+@pytest.mark.parametrize("fmt", ["nvfp4", "fp8"])
+def test_mxfp4_is_cast_without_loss_where_it_can_be(tmp_path, fmt):
+    """Expert by expert: the first spans too many powers of two and is encoded anew, the others are exact, and this is told."""
+    layout = "mxfp4-ct"
+    weights = to_layout(layout, qwen3_weights(config_of(layout)), r"experts.*_proj\.weight")
+    for name, w in weights.items():
+        if name.endswith("_scale"):
+            w.copy_(100 + w % 14)
+            w[0, 0] = 114 if ".experts.0." not in name else 140
+    source = written(tmp_path, layout, weights)
+    done = forked(tmp_path, source, "--fmt", fmt, "--rest", "bf16", "-o", tmp_path / "out")
+    artifact = Artifact(tmp_path / "out")
+    for name, wanted, segments in zip((GATE_UP, DOWN), meant_experts(layout, weights), ((96, 96), None)):
+        found, encoded = decode(artifact.load(name)), decode(encode(wanted, FORMATS[fmt], segments).tensor)
+        assert torch.equal(found[1:], wanted[1:]) and torch.equal(found[0], encoded[0])
+        assert not torch.equal(found[0], wanted[0])
+        # To encode anew would lose something, but where an nvfp4 expert's largest is 6 · 2^k, of which e4m3 has the right share.
+        assert fmt == "nvfp4" or not torch.equal(encoded[1:], wanted[1:])
+        assert artifact.manifest.errors[name]["worst_expert"] == 0 and artifact.manifest.errors[name]["rms"] > 0
+    assert done[0] == 0 and "without loss" not in done[1]
+    for name, w in weights.items():
+        if name.endswith("_scale"):
+            w[0, 0] = 114
+    source = written(tmp_path / "exact", layout, weights)
+    done = forked(tmp_path, source, "--fmt", fmt, "--rest", "bf16", "-o", tmp_path / "out2")
+    artifact = Artifact(tmp_path / "out2")
+    assert torch.equal(decode(artifact.load(GATE_UP)), meant_experts(layout, weights)[0])
+    assert {error["rms"] for error in artifact.manifest.errors.values()} == {0.0}
+    assert done[0] == 0 and "Cast from another format without loss: 2 tensors" in done[1]
+
+
+def test_what_is_left_out_is_said_once_a_reason(tmp_path):
+    layout = "nvfp4-modelopt"
+    source = written(tmp_path, layout, to_layout(layout, qwen3_weights(config_of(layout))))
+    code, out, _ = forked(tmp_path, source, "--fmt", "source", "--dry-run")
+    lines = [line for line in out.splitlines() if "leaves out" in line]
+    assert code == 0 and len(lines) == 1 and "input_scale and " in lines[0] and "quantized activations" in lines[0]
 
 
 def test_dialects_mix_in_one_checkpoint(tmp_path):
