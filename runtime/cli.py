@@ -162,9 +162,13 @@ def _load(artifact: str | None, quiet: bool, sampling: dict, device: str, dtype:
 
     from tutel_pack import load_packed
     from tutel_pack.runtime.defaults import sampling_params
+    from tutel_pack.spec import GENERAL
 
     sampling_params(folder, **sampling)
-    return load_packed(folder, device=device, dtype=dtype and getattr(torch, dtype), backend=backend)
+    model = load_packed(folder, device=device, dtype=dtype and getattr(torch, dtype), backend=backend)
+    if model.path == GENERAL and not quiet:
+        click.echo("Note: this architecture runs through its transformers module, which is slower.", err=True)
+    return model
 
 
 def _folder(artifact: str | None, quiet: bool) -> Path:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from tutel_pack.errors import InputError
 from tutel_pack.formats import PackedTensor, Format, get_format
-from tutel_pack.spec import ModelSpec
+from tutel_pack.spec import General, ModelSpec, spec_from_json
 
 MANIFEST = "packed.json"
 SCHEMA = 1
@@ -112,7 +112,7 @@ class Manifest:
     """
 
     source: dict
-    spec: ModelSpec
+    spec: ModelSpec | General
     recipe: dict
     tensors: dict[str, Entry]
     files: dict[str, dict] = field(default_factory=dict)
@@ -134,7 +134,7 @@ class Manifest:
         try:
             tensors = {name: Entry.from_json(entry) for name, entry in data["tensors"].items()}
             found = {k: data[k] for k in ("source", "recipe", "files", "errors", "skipped")}
-            manifest = cls(spec=ModelSpec.from_json(data["spec"]), tensors=tensors, **found)
+            manifest = cls(spec=spec_from_json(data["spec"]), tensors=tensors, **found)
             _check_fields(manifest)
             return manifest
         except (AttributeError, KeyError, TypeError, ValueError) as e:
@@ -248,7 +248,7 @@ class Artifact:
         self._files: dict[str, safe_open] = {}
 
     @property
-    def spec(self) -> ModelSpec:
+    def spec(self) -> ModelSpec | General:
         return self.manifest.spec
 
     @property

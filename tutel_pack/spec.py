@@ -13,6 +13,8 @@ from tutel_pack.errors import InputError
 
 
 SCORES = ("softmax", "sigmoid", "sqrtsoftplus", "softmax_chosen")
+GENERAL = "general"
+"""The family of models that run as their transformers module."""
 
 
 def _refuse(reason: str) -> None:
@@ -281,6 +283,11 @@ class ModelSpec:
         if self.norm_eps <= 0:
             _refuse(f"a norm's epsilon is {self.norm_eps}")
 
+    @property
+    def depth(self) -> int:
+        """Decoder layers."""
+        return len(self.layers)
+
     def to_json(self) -> dict:
         """Plain JSON types; layers that are alike are written once."""
         kinds = list(dict.fromkeys((*self.layers, *self.mtp)))
@@ -305,6 +312,40 @@ class ModelSpec:
                 f"The artifact's model description cannot be read ({e}): it is damaged or from a newer version; "
                 "upgrade tutel-pack or convert again."
             ) from e
+
+
+@dataclass(frozen=True)
+class General:
+    """A model without a description here: it runs as its transformers module, built from the config.json beside it, with
+    packed weights put in (see tutel_pack.general).
+
+    model_type: of its config.json.  depth: decoder layers.  The rest is as in a ModelSpec.
+    """
+
+    model_type: str
+    depth: int
+    hidden: int
+    vocab: int
+    context: int
+    tied_head: bool
+    family: str = GENERAL
+
+    def to_json(self) -> dict:
+        """Plain JSON types."""
+        return {f.name: getattr(self, f.name) for f in fields(self)}
+
+    @classmethod
+    def from_json(cls, data: dict) -> General:
+        """The inverse of to_json. InputError if it is damaged."""
+        try:
+            return _make(cls, dict(data))
+        except (TypeError, ValueError) as e:
+            raise InputError(f"The artifact's model description cannot be read ({e}): convert again.") from e
+
+
+def spec_from_json(data: dict) -> ModelSpec | General:
+    """What a manifest says of its model. InputError if it is damaged."""
+    return (General if data.get("family") == GENERAL else ModelSpec).from_json(data)
 
 
 _KINDS = {

@@ -17,7 +17,7 @@ from importlib import import_module
 
 from tutel_pack.convert.dialects import Stored
 from tutel_pack.errors import InputError
-from tutel_pack.spec import ModelSpec
+from tutel_pack.spec import General, ModelSpec
 from tutel_pack.tensors import KEEP, TensorSpec, canonical_tensors
 
 MODULES = (
@@ -38,15 +38,19 @@ class Family:
     interleaved: canonical names (regular expressions) whose segments stand row by row in one source tensor: gate, up, gate, up, ….
     transposed: canonical names (regular expressions) whose experts the source stores as [E, K, N] where it does not quantize them.
     prefix: what source names may have where canonical ones have "model.", as where the decoder is part of a larger model.
+    tensors: what a model of that spec is made of.
+    spell: a source name -> the one that rules here know it by; None goes by `prefix`.
     """
 
     model_types: tuple[str, ...]
-    spec: Callable[[dict], ModelSpec]
+    spec: Callable[[dict], ModelSpec | General]
     renames: dict[str, tuple[str, ...]] = field(default_factory=dict)
     skips: dict[str, str] = field(default_factory=dict)
     interleaved: tuple[str, ...] = ()
     transposed: tuple[str, ...] = ()
     prefix: str = "model."
+    tensors: Callable[[ModelSpec | General], dict[str, TensorSpec]] = canonical_tensors
+    spell: Callable[[str], str] | None = None
 
 
 @dataclass(frozen=True)
@@ -71,34 +75,36 @@ class Target:
 
 
 def find_family(config: dict) -> Family:
-    """The family of a config.json. InputError lists the known ones and suggests the nearest."""
+    """The family of a config.json: a native one, or else the general path by its transformers module. InputError says what
+    that one lacks; of a model type that transformers does not know either it lists the known ones and suggests the nearest."""
     families = {t: f for f in (import_module(f"{__name__}.{m}").FAMILY for m in MODULES) for t in f.model_types}
     model_type = config.get("model_type")
     if isinstance(model_type, str) and model_type in families:
         return families[model_type]
+    if found := import_module(f"{__name__}.general").find(config):
+        return found
     near = difflib.get_close_matches(str(model_type)[:50], families, n=1)
     hint = f" Did the config mean {near[0]!r}?" if near else ""
     raise InputError(f"The model type {model_type!r:.100} is not supported; known are {', '.join(sorted(families))}.{hint}")
 
 
-def fit(family: Family, spec: ModelSpec, weights: Iterable[str]) -> ModelSpec:
+def fit(family: Family, spec: ModelSpec | General, weights: Iterable[str]) -> ModelSpec | General:
     """The spec with what the names in a checkpoint tell better than its config.json: whether it has a head of its own,
     and layers of multi-token prediction."""
-    held = {_without_prefix(name, family.prefix) for name in weights}
-    behind = f"model.layers.{len(spec.layers)}."
-    return replace(
-        spec,
-        tied_head=spec.tied_head and held.isdisjoint(_templates(family, "lm_head.weight", held)),
-        mtp=spec.mtp if any(name.startswith(behind) for name in held) else (),
-    )
+    held = {_decoder_name(family, name) for name in weights}
+    spec = replace(spec, tied_head=spec.tied_head and held.isdisjoint(_templates(family, "lm_head.weight", held)))
+    behind = f"model.layers.{spec.depth}."
+    if isinstance(spec, General) or any(name.startswith(behind) for name in held):
+        return spec
+    return replace(spec, mtp=())
 
 
-def match(family: Family, spec: ModelSpec, weights: dict[str, Stored]) -> tuple[list[Target], dict[str, str]]:
+def match(family: Family, spec: ModelSpec | General, weights: dict[str, Stored]) -> tuple[list[Target], dict[str, str]]:
     """(targets in canonical order, skipped source name -> reason), proven complete: every canonical tensor has its
     sources, and every source tensor a use or a stated reason. InputError lists what is missing, left over or misshapen.
     """
-    tensors = canonical_tensors(spec)
-    weights = _by_decoder_name(weights, family.prefix)
+    tensors = family.tensors(spec)
+    weights = _by_decoder_name(family, weights)
     _check_count(family, tensors, weights)
     names = {name: _source_names(family, name, tensor, weights) for name, tensor in tensors.items()}
     wanted = [n for grid in names.values() for row in grid for n in row]
@@ -119,20 +125,25 @@ def match(family: Family, spec: ModelSpec, weights: dict[str, Stored]) -> tuple[
     return [_target(family, name, tensors[name], grid, weights) for name, grid in names.items()], dict(sorted(skipped.items()))
 
 
-def _without_prefix(name: str, prefix: str) -> str:
-    return "model." + name[len(prefix) :] if name.startswith(prefix) else name
+def _decoder_name(family: Family, name: str) -> str:
+    if family.spell:
+        return family.spell(name)
+    return "model." + name[len(family.prefix) :] if name.startswith(family.prefix) else name
 
 
-def _by_decoder_name(weights: dict[str, Stored], prefix: str) -> dict[str, Stored]:
-    """Weights with "model." for the prefix, but where both names are there: then one of them is unknown."""
-    names = {name: _without_prefix(name, prefix) for name in weights}
-    return {name if name != new and new in weights else new: weights[name] for name, new in names.items()}
+def _by_decoder_name(family: Family, weights: dict[str, Stored]) -> dict[str, Stored]:
+    """Weights by the names that rules know, but where several would have the same: then all but one are unknown."""
+    found = {}
+    for name, stored in weights.items():
+        new = _decoder_name(family, name)
+        found[name if new in found or (name != new and new in weights) else new] = stored
+    return found
 
 
 def _check_count(family: Family, tensors: dict[str, TensorSpec], weights: dict[str, Stored]) -> None:
     """InputError if there are so many more tensors to find than there are that a list of what is missing helps nobody,
     and might not fit into memory."""
-    wanted = sum(_expert_count(_templates(family, name, weights), t) for name, t in tensors.items())
+    wanted = sum(_expert_count(_rule(family, name, weights)[1], t) for name, t in tensors.items())
     if wanted > 1000 + 10 * len(weights):
         raise InputError(
             f"config.json describes a model of about {wanted} tensors, and the checkpoint holds {len(weights)}: "
@@ -147,11 +158,17 @@ def _source_names(family: Family, name: str, tensor: TensorSpec, weights: dict[s
 
 
 def _templates(family: Family, name: str, weights: Collection[str]) -> list[str]:
+    found, templates = _rule(family, name, weights)
+    return [found.expand(t) for t in templates] if found else [name]
+
+
+def _rule(family: Family, name: str, weights: Collection[str]) -> tuple[re.Match | None, tuple[str, ...]]:
+    """The rename for a canonical name, or (None, itself)."""
     if name not in weights:
         for pattern, templates in family.renames.items():
             if found := re.fullmatch(pattern, name):
-                return [found.expand(t) for t in templates]
-    return [name]
+                return found, templates
+    return None, (name,)
 
 
 def _expert_count(templates: list[str], tensor: TensorSpec) -> int:
@@ -163,11 +180,18 @@ def _target(family: Family, name: str, tensor: TensorSpec, grid: list[list[str]]
     if tensor.role == KEEP and len(tensor.shape) == 2 and (tensor.segments or len(grid) > 1):
         pieces = _bias_pieces(tensor, grid, weights, interleaved)
     elif tensor.role == KEEP:
-        pieces = [_pieces(_checked(weights[grid[0][0]], tensor.shape), 0, (math.prod(tensor.shape[:-1] or tensor.shape),), False)]
+        stored = _checked(_flat(weights[grid[0][0]], tensor.shape), tensor.shape)
+        pieces = [_pieces(stored, 0, (math.prod(tensor.shape[:-1] or tensor.shape),), False)]
     else:
         transposed = any(re.fullmatch(p, name) for p in family.transposed)
         pieces = _matrix_pieces(tensor, grid, weights, interleaved, transposed)
     return Target(name, tensor, tuple(map(tuple, pieces)))
+
+
+def _flat(stored: Stored, expected: tuple[int, ...]) -> Stored:
+    """The vector that a source holds as a matrix of one row."""
+    plain = stored.format is not None and stored.format.block is None
+    return replace(stored, shape=expected, format=None) if plain and stored.shape == (1, *expected) else stored
 
 
 def _matrix_pieces(tensor: TensorSpec, grid, weights: dict[str, Stored], interleaved: bool, transposed: bool) -> list[list[Piece]]:
