@@ -1,8 +1,8 @@
 """Latent attention in plain torch, with and without an index of positions: see ops.py for what each operation does.
 
 Scores against latents can be taken in two ways, which give the same up to rounding. Absorbed: the key's up-projection
-goes into the query and the value's onto the result, so that all heads attend to the latents themselves, as one key head.
-Expanded: keys and values of every head are made first, and heads are narrower. The first is for few queries.
+goes into the query and the value's onto the result, so that all heads attend to the latents, as to one key head. Expanded:
+keys and values of every head are made first, and heads are narrower. The first is for few queries.
 """
 
 from __future__ import annotations
@@ -78,8 +78,8 @@ def absorbed(q: Tensor, seen: Tensor, up: Tensor, past: int, scale: float, picke
         mask = _mask(first, last, past, picked, q.device)
         mask = mask if mask is None else mask.repeat_interleave(heads, dim=0)
         # The heads of a query are queries of one key head. Its values are wider than they need be, but are the keys.
-        rows = queries.transpose(0, 1).flatten(0, 1)
-        latents = F.scaled_dot_product_attention(rows[None, None], keys[None, None], keys[None, None], mask, scale=scale)
+        rows, keys = queries.transpose(0, 1).flatten(0, 1)[None, None], keys[None, None]
+        latents = F.scaled_dot_product_attention(rows, keys, keys, mask, scale=scale)
         latents = latents[0, 0, :, :rank].unflatten(0, (-1, heads)).transpose(0, 1)
         out[first:last] = (latents @ value_up).transpose(0, 1)
 
@@ -92,7 +92,8 @@ def expanded(q: Tensor, seen: Tensor, up: Tensor, past: int, scale: float, picke
         made = torch.einsum("lr,hnr->hln", seen[:, :rank], up[low:high])
         rotated = seen[:, rank:].expand(high - low, -1, -1)
         # Of one width, for which torch has the better kernels; the zeros add nothing.
-        keys, values = _widened(torch.cat([made[..., :nope], rotated], dim=-1), width), _widened(made[..., nope:], width)
+        keys = _widened(torch.cat([made[..., :nope], rotated], dim=-1), width)
+        values = _widened(made[..., nope:], width)
         queries = _widened(q[:, low:high].transpose(0, 1), width)
         for first, last in _steps(len(q), _QUERIES):
             mask, end = _mask(first, last, past, picked, q.device), past + last

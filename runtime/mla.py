@@ -62,7 +62,7 @@ class LatentAttention:
         return self._project("o_proj", heads.flatten(1))
 
     def _query(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """(compressed query [T, q_rank], which is x itself where there is none, query [T, heads, nope_dim + rope.dim])."""
+        """(compressed query [T, q_rank], or x where there is none, query [T, heads, nope_dim + rope.dim])."""
         if self._spec.q_rank:
             x = self._ops.rms_norm(self._project("q_a_proj", x), self._q_norm, _LATENT_EPS)
         q = self._project("q_b_proj" if self._spec.q_rank else "q_proj", x)
@@ -85,7 +85,7 @@ class _Indexer:
     def __call__(
         self, x: Tensor, compressed: Tensor, cache: PagedCache, layout: Layout, rotations: Shared
     ) -> list[Tensor | None]:
-        """x [T, H], normed, and the compressed queries [T, q_rank] -> picks, see Ops.top_positions; stores the new keys."""
+        """x [T, H], normed, and compressed queries [T, q_rank] -> picks, see Ops.top_positions; stores the new keys."""
         spec, ops = self._spec, self._ops
         key = F.layer_norm(ops.linear(x, self._k).float(), (spec.dim,), *self._norm, _LATENT_EPS).to(x.dtype)
         cache.append(self._layer, layout, index_keys=self._rotated(key[:, None], rotations)[:, 0])

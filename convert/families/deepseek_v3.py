@@ -49,7 +49,9 @@ def rotation(c: Config, interleaved: bool) -> Rope:
     dim = c.size("qk_rope_head_dim")
     rope = c.rope(dim, interleaved)
     if rope.dim != dim:
-        raise InputError(f"config.json rotates {rope.dim} of {dim} rotary dimensions, which is not supported with latent attention.")
+        raise InputError(
+            f"config.json rotates {rope.dim} of {dim} rotary dimensions, which is not supported with latent attention."
+        )
     return rope
 
 
@@ -78,8 +80,11 @@ def kinds(config: dict, key: str, known: tuple[str, ...], count: int) -> list[st
     found = config.get(key)
     if found is None:
         return None
-    if not isinstance(found, list | str) or len(found) < count or not all(isinstance(kind, str) and kind in known for kind in found):
-        raise InputError(f"config.json has {key}: {found!r:.100} where one of {', '.join(known)} is needed for each of {count} layers.")
+    fits = isinstance(found, list | str) and all(isinstance(kind, str) and kind in known for kind in found)
+    if not fits or len(found) < count:
+        raise InputError(
+            f"config.json has {key}: {found!r:.100} where each of {count} layers needs one of {', '.join(known)}."
+        )
     return list(found)
 
 
@@ -121,10 +126,10 @@ def _moe(c: Config) -> Moe:
     )
 
 
+# DeepSeek's README_WEIGHTS.md: the multi-token-prediction module shares both with the main model.
 SKIPS = BUFFERS | {
-    # DeepSeek's README_WEIGHTS.md: the multi-token-prediction module shares both with the main model.
-    r"model\.layers\.\d+\.embed_tokens\.weight": "a copy of the model's own embedding, which multi-token prediction shares",
-    r"model\.layers\.\d+\.shared_head\.head\.weight": "a copy of the model's own head, which multi-token prediction shares",
+    r"model\.layers\.\d+\.embed_tokens\.weight": "multi-token prediction shares the model's own embedding",
+    r"model\.layers\.\d+\.shared_head\.head\.weight": "multi-token prediction shares the model's own head",
 }
 
 FAMILY = Family(model_types=("deepseek_v3", "kimi_k2"), spec=spec, renames=PER_EXPERT, skips=SKIPS)

@@ -5,7 +5,14 @@ from __future__ import annotations
 from tutel_pack.convert.families import Family
 from tutel_pack.convert.families.common import PER_EXPERT
 from tutel_pack.convert.families.config import Config
-from tutel_pack.convert.families.deepseek_v3 import ALIASES, SKIPS, decoder, latent_attention, listed_dense_layers, rotation
+from tutel_pack.convert.families.deepseek_v3 import (
+    ALIASES,
+    SKIPS,
+    decoder,
+    latent_attention,
+    listed_dense_layers,
+    rotation,
+)
 from tutel_pack.spec import Indexer, ModelSpec
 
 INDEX_ALIASES = {**ALIASES, "num_experts": "n_routed_experts"}

@@ -1,4 +1,4 @@
-"""GLM-5, 5.1, 5.2: sparse attention as in DeepSeek-V3.2, where a layer may take the positions that one before it picked."""
+"""GLM-5, 5.1, 5.2: sparse attention as in DeepSeek-V3.2, where a layer may take what one before it picked."""
 
 from __future__ import annotations
 

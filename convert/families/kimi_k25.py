@@ -17,7 +17,9 @@ def spec(config: dict) -> ModelSpec:
         raise InputError(f"config.json has text_config: {text!r:.100} where an object is needed: download it again.")
     kind = text.get("model_type", "deepseek_v3")
     if kind not in ("deepseek_v3", "kimi_k2"):
-        raise InputError(f"config.json has text_config.model_type: {kind!r:.100}; only deepseek_v3 and kimi_k2 are supported.")
+        raise InputError(
+            f"config.json has text_config.model_type: {kind!r:.100}; only deepseek_v3 and kimi_k2 are supported."
+        )
     # transformers ties unless the outer config says no; a head in the checkpoint counts more than either.
     tied = Config(config).flag("tie_word_embeddings", True)
     return replace(deepseek_v3.spec(text), family="kimi_k25", tied_head=tied)

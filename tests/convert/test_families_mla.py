@@ -47,7 +47,11 @@ def dsa_config(model_type: str, **changes) -> dict:
 
 
 def kimi_config(outer: dict | None = None, **changes) -> dict:
-    return {"model_type": "kimi_k25", "text_config": v3_config(model_type="kimi_k2", **changes), "tie_word_embeddings": False} | (outer or {})
+    return {
+        "model_type": "kimi_k25",
+        "text_config": v3_config(model_type="kimi_k2", **changes),
+        "tie_word_embeddings": False,
+    } | (outer or {})
 
 
 def spec_of(config: dict) -> ModelSpec:
@@ -63,7 +67,9 @@ def test_the_spec_of_deepseek_v3():
     router = Router("sigmoid", correction=True, groups=4, top_groups=2, scale=2.5)
     moe = Moe(12, 3, 96, router, shared=Mlp(96))
     layers = Layer(mla, Mlp(200)), Layer(mla, moe), Layer(mla, moe)
-    assert spec_of(v3_config()) == ModelSpec("deepseek_v3", 160, 211, 163840, 1e-6, False, layers, mtp=(Layer(mla, moe),))
+    assert spec_of(v3_config()) == ModelSpec(
+        "deepseek_v3", 160, 211, 163840, 1e-6, False, layers, mtp=(Layer(mla, moe),)
+    )
 
 
 OPTIONS = [
@@ -177,7 +183,11 @@ def checkpoint(model, spec: ModelSpec) -> dict[str, torch.Tensor]:
     belongs to multi-token prediction behind them."""
     weights = {name.replace("model.language_model.", "model."): t for name, t in tensors(model).items()}
     layers = len(spec.layers)
-    mtp = {name: values(name, t.shape) for name, t in canonical_tensors(spec).items() if name.startswith(f"model.layers.{layers}.")}
+    mtp = {
+        name: values(name, t.shape)
+        for name, t in canonical_tensors(spec).items()
+        if name.startswith(f"model.layers.{layers}.")
+    }
     if mtp:
         mtp |= {f"model.layers.{layers}.embed_tokens.weight": weights["model.embed_tokens.weight"],
                 f"model.layers.{layers}.shared_head.head.weight": weights["lm_head.weight"]}  # fmt: skip
@@ -203,7 +213,9 @@ def decoded(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """A checkpoint's values in float32 without our code: element times the scale of its block."""
     plain = {name: t for name, t in weights.items() if not name.endswith("_scale_inv")}
     return {
-        name: t.float() * spread(weights[name + "_scale_inv"], (128, 128), t.shape) if name + "_scale_inv" in weights else t.float()
+        name: t.float() * spread(weights[name + "_scale_inv"], (128, 128), t.shape)
+        if name + "_scale_inv" in weights
+        else t.float()
         for name, t in plain.items()
     }
 
@@ -261,7 +273,10 @@ def test_deepseek_v3_in_block_fp8(tmp_path, fmt):
     assert tensors_["model.layers.1.mlp.gate.e_score_correction_bias"].dtype == torch.float32
     # Multi-token prediction is kept, but for the two copies.
     assert len(artifact.spec.mtp) == 1 and "model.layers.3.eh_proj.weight" in tensors_
-    assert set(artifact.manifest.skipped) == {"model.layers.3.embed_tokens.weight", "model.layers.3.shared_head.head.weight"}
+    assert set(artifact.manifest.skipped) == {
+        "model.layers.3.embed_tokens.weight",
+        "model.layers.3.shared_head.head.weight",
+    }
     source = decoded(weights)
     attention = [name for name in tensors_ if "self_attn" in name]
     assert len(attention) == 4 * 7 and all(torch.equal(exact(artifact.load(name)), source[name]) for name in attention)
@@ -294,7 +309,9 @@ def test_sparse_attention_in_block_fp8(tmp_path, model_type, name, options):
     artifact = converted(tmp_path, weights, config | {"quantization_config": FP8}, "source")
     assert artifact.manifest.tensors["model.layers.0.self_attn.indexer.wq_b.weight"].format.name == "fp8"
     assert artifact.manifest.tensors["model.layers.0.self_attn.indexer.weights_proj.weight"].dtype == torch.bfloat16
-    assert not options or artifact.manifest.skipped[stray] == "an indexer in a layer that takes the picks of one before it"
+    assert (
+        not options or artifact.manifest.skipped[stray] == "an indexer in a layer that takes the picks of one before it"
+    )
     fill(model, artifact, decoded(weights), False)
     check_logits(artifact, model, 1e-3)
 
@@ -326,15 +343,22 @@ def to_int4(weights: dict[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], 
 @pytest.mark.parametrize("fmt", ["mxfp4", "source"])
 def test_kimi_k25_in_int4(tmp_path, fmt):
     config = kimi_config({"tie_word_embeddings": None}, num_nextn_predict_layers=0, quantization_config=INT4)
-    model = transformers_model("Kimi_K25", {k: v for k, v in config["text_config"].items() if k != "quantization_config"})
+    model = transformers_model(
+        "Kimi_K25", {k: v for k, v in config["text_config"].items() if k != "quantization_config"}
+    )
     weights, source = to_int4(checkpoint(model, spec_of(config)))
     weights = {f"language_model.{name}": t for name, t in weights.items()}
     weights |= {"vision_tower.patch_embed.proj.weight": torch.ones(4, 4), "mm_projector.proj.0.bias": torch.ones(4)}
     artifact = converted(tmp_path, weights, config, fmt)
-    assert [n for n, why in artifact.manifest.skipped.items() if why == "vision part"] == ["mm_projector.proj.0.bias", "vision_tower.patch_embed.proj.weight"]
+    assert [n for n, why in artifact.manifest.skipped.items() if why == "vision part"] == [
+        "mm_projector.proj.0.bias",
+        "vision_tower.patch_embed.proj.weight",
+    ]
     # transformers' default ties the head, and the checkpoint has one of its own.
     assert not artifact.spec.tied_head and "lm_head.weight" in artifact.manifest.tensors
-    assert (artifact.manifest.tensors["model.layers.1.mlp.experts.down_proj"].format.name == "int4") == (fmt == "source")
+    assert (artifact.manifest.tensors["model.layers.1.mlp.experts.down_proj"].format.name == "int4") == (
+        fmt == "source"
+    )
     fill(model, artifact, source, fmt != "source")
     check_logits(artifact, model, 1e-4)
 

@@ -97,16 +97,20 @@ def make_model(name: str, options: dict):
                   "pos_emb_width": 4}  # fmt: skip
         text = {"model_type": "deepseek_v3", **options}
         config = transformers.Kimi_K25Config(
-            text_config=text, vision_config=vision, projection_hidden_size=32, tie_word_embeddings=False, attn_implementation="eager"
+            text_config=text,
+            vision_config=vision,
+            projection_hidden_size=32,
+            tie_word_embeddings=False,
+            attn_implementation="eager",
         )
         model = transformers.Kimi_K25ForConditionalGeneration(config)
     else:
         model = getattr(transformers, name + "ForCausalLM")(getattr(transformers, name + "Config")(**options))
     model = model.eval().requires_grad_(False)
-    for name, p in tensors(model).items():
-        if "norm" in name and name.endswith("weight"):
+    for key, p in tensors(model).items():
+        if "norm" in key and key.endswith("weight"):
             p.uniform_(0.5, 1.5)
-        elif name.endswith("bias"):
+        elif key.endswith("bias"):
             p.normal_(std=0.3)
         else:
             p.normal_(std=1.0 if "embed" in name else 1.5 * p.shape[-1] ** -0.5)
@@ -115,7 +119,10 @@ def make_model(name: str, options: dict):
 
 def tensors(model) -> dict[str, torch.Tensor]:
     """What a checkpoint of the model's language part holds."""
-    named = {**dict(model.named_parameters()), **{n: b for n, b in model.named_buffers() if n.endswith("correction_bias")}}
+    named = {
+        **dict(model.named_parameters()),
+        **{n: b for n, b in model.named_buffers() if n.endswith("correction_bias")},
+    }
     return {n: t.data for n, t in named.items() if "vision_tower" not in n and "mm_projector" not in n}
 
 
@@ -159,7 +166,9 @@ def broken(spec, what: str):
         if what == "top_k" and a.indexer:
             return replace(a, indexer=replace(a.indexer, top_k=9))
         if what == "index interleave" and a.indexer:
-            return replace(a, indexer=replace(a.indexer, rope=replace(a.indexer.rope, interleaved=not a.indexer.rope.interleaved)))
+            return replace(
+                a, indexer=replace(a.indexer, rope=replace(a.indexer.rope, interleaved=not a.indexer.rope.interleaved))
+            )
         return a
 
     def mlp(m):
@@ -169,7 +178,10 @@ def broken(spec, what: str):
             return replace(m, router=replace(m.router, scale=1.0))
         return m
 
-    return replace(spec, layers=tuple(replace(layer, attention=attention(layer.attention), mlp=mlp(layer.mlp)) for layer in spec.layers))
+    return replace(
+        spec,
+        layers=tuple(replace(layer, attention=attention(layer.attention), mlp=mlp(layer.mlp)) for layer in spec.layers),
+    )
 
 
 CONTROLS = [
@@ -196,7 +208,9 @@ def test_greedy_tokens_are_those_of_transformers(pairs, variant):
     assert len({tuple(ids) for ids in expected}) == len(start) and min(len(set(ids)) for ids in expected) > 3
 
 
-@pytest.mark.parametrize("chunk", [1, 4, 7, 39], ids=["a token", "within a block", "across blocks", "all but the last token"])
+@pytest.mark.parametrize(
+    "chunk", [1, 4, 7, 39], ids=["a token", "within a block", "across blocks", "all but the last token"]
+)
 @pytest.mark.parametrize("variant", ["v3", "v32", "glm-dsa-shared"])
 def test_chunked_prefill_is_prefill(pairs, variant, chunk):
     decoder, new = pairs(variant).decoder(), prompts(40, 12, 3)
@@ -219,7 +233,11 @@ def bfloat16_errors(variant: str, chunk: int | None, **changes) -> tuple[torch.T
 
 
 @pytest.mark.parametrize("chunk", [None, 4], ids=["expanded", "absorbed"])
-@pytest.mark.parametrize("variant, changes", [("v3", {}), ("v3-direct-queries", {}), ("v32", {"index_topk": 40})], ids=["v3", "direct", "v32"])
+@pytest.mark.parametrize(
+    "variant, changes",
+    [("v3", {}), ("v3-direct-queries", {}), ("v32", {"index_topk": 40})],
+    ids=["v3", "direct", "v32"],
+)
 def test_bfloat16_is_as_exact_as_that_of_transformers(variant, changes, chunk):
     """All positions are seen: nothing but rounding differs, and the worst position means something."""
     ours, theirs = bfloat16_errors(variant, chunk, **changes)
@@ -238,7 +256,10 @@ def test_bfloat16_with_picks_is_as_exact_as_that_of_transformers():
 
 def test_only_latents_are_cached(pairs):
     """64 numbers a token where keys and values of four heads would be 336, and an index key in the layers that pick."""
-    shapes = [{name: pool.shape[2:] for name, pool in layer.items()} for layer in pairs("glm-dsa-shared").decoder().new_cache(1).tokens]
+    shapes = [
+        {name: pool.shape[2:] for name, pool in layer.items()}
+        for layer in pairs("glm-dsa-shared").decoder().new_cache(1).tokens
+    ]
     picks, reuses = {"latents": (48 + 16,), "index_keys": (24,)}, {"latents": (48 + 16,)}
     assert shapes == [picks, reuses, reuses, picks, reuses]
 
@@ -339,7 +360,10 @@ def test_misshapen_arguments(shapes):
 
 
 def test_nothing_to_do():
-    layout, up = Layout([0, 0], [0], [torch.zeros(0, dtype=torch.int64)], torch.zeros(0, dtype=torch.int64)), torch.zeros(3, 11, 10)
+    layout, up = (
+        Layout([0, 0], [0], [torch.zeros(0, dtype=torch.int64)], torch.zeros(0, dtype=torch.int64)),
+        torch.zeros(3, 11, 10),
+    )
     ops = get_ops("torch")
     assert ops.latent_attention(torch.zeros(0, 3, 10), torch.zeros(4, BLOCK, 14), up, layout, 1.0).shape == (0, 3, 5)
     assert ops.top_positions(torch.zeros(0, 6, 7), torch.zeros(0, 6), torch.zeros(4, BLOCK, 7), layout, 2) == [None]
