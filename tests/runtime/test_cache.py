@@ -1,4 +1,4 @@
-"""Blocks are never in two hands, and every token lands where its sequence's table says."""
+"""Blocks and slots are never in two hands, and every token lands where its sequence's table says."""
 
 from __future__ import annotations
 
@@ -81,3 +81,91 @@ def test_a_table_may_be_longer_than_needed():
 def test_a_table_too_short_is_an_error():
     with pytest.raises(ValueError, match="sequence 1 has 9 tokens but only 2 blocks of 4"):
         make().layout(Batch.build([[1], [2]], [0, 8], [[0], [1, 2]]))
+
+
+STATES = [{"tail": ((3, 5), torch.float16), "memory": ((2, 4), torch.float32)}, {}, {"memory": ((7,), torch.float32)}]
+
+
+def stateful() -> PagedCache:
+    """Three layers, of which the second keeps tokens only."""
+    return PagedCache([{}, {"keys": (1, 8)}, {}], 6, 4, torch.device("cpu"), torch.float16, STATES)
+
+
+def pools(cache: PagedCache) -> list[torch.Tensor]:
+    return [pool for layer in cache.sequences for pool in layer.values()]
+
+
+def fill(cache: PagedCache, slot: int, value: float) -> None:
+    for pool in pools(cache):
+        pool[slot] = value
+
+
+def found(cache: PagedCache, slot: int) -> set[float]:
+    return {v for pool in pools(cache) for v in pool[slot].flatten().tolist()}
+
+
+def test_slots_keep_their_states_while_others_come_and_go():
+    cache = stateful()
+    assert all(len(pool) == 0 for pool in pools(cache)), "nothing is kept before it is needed"
+    slots = []
+    for value in range(1, 6):
+        slots.append(cache.allocate_slot())
+        assert found(cache, slots[-1]) == {0.0}
+        fill(cache, slots[-1], value)
+    assert len(set(slots)) == 5 and [found(cache, slot) for slot in slots] == [{float(v)} for v in range(1, 6)]
+    assert [(pool.shape[1:], pool.dtype) for pool in pools(cache)] == [s for layer in STATES for s in layer.values()]
+    cache.free_slot(slots[1])
+    cache.free_slot(slots[3])
+    size = len(pools(cache)[0])
+    again = [cache.allocate_slot() for _ in range(2)]
+    assert set(again) <= set(range(size)) and len(pools(cache)[0]) == size, "places are used again"
+    assert all(found(cache, slot) == {0.0} for slot in again), "a sequence starts from zeros"
+    assert [found(cache, slots[i]) for i in (0, 2, 4)] == [{1.0}, {3.0}, {5.0}]
+
+
+def test_a_slot_cannot_be_freed_twice():
+    cache = stateful()
+    slot = cache.allocate_slot()
+    cache.free_slot(slot)
+    for wrong in (slot, 99):
+        with pytest.raises(ValueError, match="not in use"):
+            cache.free_slot(wrong)
+
+
+def test_a_snapshot_outlives_what_happens_to_its_slot():
+    cache = stateful()
+    first = cache.allocate_slot()
+    fill(cache, first, 7)
+    kept = cache.snapshot(first)
+    fill(cache, first, 8)
+    second, third = cache.allocate_slot(), cache.allocate_slot()  # the pools are other ones now
+    cache.restore(second, kept)
+    assert [found(cache, slot) for slot in (first, second, third)] == [{8.0}, {7.0}, {0.0}]
+    cache.restore(first, kept)
+    assert found(cache, first) == {7.0}
+
+
+def test_states_larger_than_the_memory():
+    cache = PagedCache([{}], 1, 4, torch.device("cpu"), torch.float32, [{"memory": ((1 << 46,), torch.float32)}])
+    with pytest.raises(ResourceError, match="The states of 1 sequences take [0-9.]+ GB, which the device does not have"):
+        cache.allocate_slot()
+    assert len(pools(cache)[0]) == 0
+
+
+def test_a_layout_names_the_slot_of_every_sequence():
+    cache = stateful()
+    build = {"new": [[7], [], [5]], "past": [3, 2, 0], "block_tables": [[4], [0], [3]]}
+    assert cache.layout(Batch.build(**build, slots=(2, 0, 1))).states.tolist() == [2, 0, 1]
+    for slots in ((), (2, 0), (2, 0, 2), (0, 1, 2, 3)):
+        with pytest.raises(ValueError, match="3 sequences need a state slot each"):
+            cache.layout(Batch.build(**build, slots=slots))
+    assert make().layout(Batch.build(**build)).states is None, "nobody asks where nothing is kept"
+
+
+def test_slots_cost_nothing_where_nothing_is_kept():
+    cache = make()
+    slots = [cache.allocate_slot() for _ in range(3)]
+    assert len(set(slots)) == 3 and not pools(cache) and cache.snapshot(slots[0]) == []
+    cache.restore(slots[1], [])
+    for slot in slots:
+        cache.free_slot(slot)

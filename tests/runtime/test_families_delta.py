@@ -69,9 +69,9 @@ def one_thread():
     torch.set_num_threads(threads)
 
 
-def make_model(kind: str, **options):
+def make_model(kind: str, seed: int = 5, **options):
     """Random weights, large enough that every part matters; norms away from 1, memories that last for many tokens."""
-    torch.manual_seed(5)
+    torch.manual_seed(seed)
     model_class, config_class, _ = MODELS[kind]
     model = model_class(config_class(**copy.deepcopy({**CONFIG, **options}))).eval().requires_grad_(False)
     for name, p in model.named_parameters():
@@ -262,23 +262,23 @@ def test_logits_agree_in_every_format(fmt):
 
 def test_greedy_tokens_are_those_of_transformers_alone_and_batched(pair):
     start = prompts(12, 3, 1, 66)
-    expected = [generated(pair.theirs, ids, 40) for ids in start]
+    expected = [generated(pair.theirs, ids, 24) for ids in start]
 
     def greedy(prompts: list[list[int]]) -> list[list[int]]:
         run, new, done = Run(pair.decoder(), len(prompts)), prompts, [[] for _ in prompts]
-        for _ in range(40):
+        for _ in range(24):
             new = [[logits.argmax().item()] for logits in run(new, all_rows=False)]
             for ids, token in zip(done, new):
                 ids += token
         return done
 
-    assert greedy(start) == expected and [greedy([ids])[0] for ids in start[2:]] == expected[2:]
+    assert greedy(start) == expected and greedy(start[:1]) == expected[:1]
     assert len({tuple(ids) for ids in expected}) == len(start) and min(len(set(ids)) for ids in expected) > 3
 
 
 @pytest.mark.parametrize("chunk", [1, 3, 63, 64, 65])
 def test_chunked_prefill_is_prefill(pair, chunk):
-    ids, = prompts(140)
+    ids, = prompts(140 if chunk > 3 else 70)
     once, = Run(pair.decoder(), 1)([ids])
     run = Run(pair.decoder(), 1)
     chunked = torch.cat([run([ids[i : i + chunk]])[0] for i in range(0, len(ids), chunk)])
@@ -370,16 +370,16 @@ def test_batches_without_slots_are_refused(pair):
 # Exactness
 
 
-def bfloat16_errors(variant: str, fmt: str, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """(ours, theirs): errors in bfloat16 against float64 at each of 320 positions. Every token goes to all experts here:
-    nothing but rounding differs."""
-    pair = Pair(variant, fmt, num_experts_per_tok=CONFIG["num_experts"], rms_norm_eps=eps)
+def bfloat16_errors(variant: str, fmt: str, count: int, length: int, **options) -> tuple[torch.Tensor, torch.Tensor]:
+    """(ours, theirs): errors in bfloat16 against float64 at each position of prompts. Every token goes to all experts
+    here: nothing but rounding differs."""
+    pair = Pair(variant, fmt, num_experts_per_tok=CONFIG["num_experts"], **options)
     # Plain weights are bfloat16 in a checkpoint, and no error of either.
     for w in pair.weights.values():
         if isinstance(w, torch.Tensor):
             w.copy_(w.bfloat16())
-    new = prompts(*[80] * 4)
-    ours = torch.cat(Run(pair.decoder(torch.bfloat16), 4)(new))
+    new = prompts(*[length] * count)
+    ours = torch.cat(Run(pair.decoder(torch.bfloat16), count, room=96)(new))
     exact = pair.theirs.double()(torch.tensor(new)).logits.flatten(0, 1)
     return errors(ours, exact), errors(pair.theirs.bfloat16()(torch.tensor(new)).logits.flatten(0, 1), exact)
 
@@ -389,14 +389,16 @@ def bfloat16_errors(variant: str, fmt: str, eps: float) -> tuple[torch.Tensor, t
 def test_bfloat16_is_as_exact_as_that_of_transformers(variant, fmt):
     """With an epsilon that is not nothing beside a memory's first answers: what is left of a vanishing product is rounding,
     and to norm that to 1 makes errors of any size in either model, such as another sign."""
-    ours, theirs = bfloat16_errors(variant, fmt, 1e-3)
+    ours, theirs = bfloat16_errors(variant, fmt, 4, 80, rms_norm_eps=1e-3)
     assert ours.mean() <= 1.5 * theirs.mean()
     assert ours.max() <= 1.5 * theirs.max()
 
 
 def test_bfloat16_is_as_exact_at_the_epsilon_of_real_models():
-    """Where a vanishing product is normed, the errors are of any size: those are counted, the others compared by median."""
-    pairs = [bfloat16_errors(variant, "bf16", 1e-6) for variant in ("next", "3.5")]
+    """Where a vanishing product is normed, the errors are of any size: those are counted, in many models and sequences
+    since one such error goes on in the states, and the others compared by median."""
+    kinds = {"layer_types": ["linear_attention", "full_attention"], "num_hidden_layers": 2, "rms_norm_eps": 1e-6}
+    pairs = [bfloat16_errors(variant, "bf16", 16, 24, seed=seed, **kinds) for seed in range(6) for variant in ("next", "3.5")]
     ours, theirs = (torch.cat(e) for e in zip(*pairs))
     assert ours.median() <= 1.5 * theirs.median()
     wild = 4 * theirs.median()
