@@ -25,6 +25,9 @@ _TILE = 1 << 20
 _QUERIES = 512
 """Rows of a mask: queries attended to at a time, times the query heads that share a key head."""
 
+_MASK = 1 << 26
+"""Elements of a mask that differs between heads, as sinks make it."""
+
 
 def linear(x: Tensor, w: Weight, bias: Tensor | None) -> Tensor:
     w, rows = _plain(w), len(x)
@@ -177,7 +180,8 @@ def _attend(
 ) -> None:
     """Attention of one sequence: query i stands at position past + i, key j at position j; out is like q."""
     shared = q.shape[1] // k.shape[1]
-    step = max(1, _QUERIES // shared)
+    rows = _QUERIES if sinks is None else min(_QUERIES, _MASK // (k.shape[1] * len(k)))
+    step = max(1, rows // shared)
     for first in range(0, len(q), step):
         last = min(first + step, len(q))
         low = 0 if window is None else max(0, past + first - window + 1)

@@ -12,6 +12,7 @@ from tests.kernels.reference import DTYPES, decode64, random_packed, tolerance, 
 from tests.kernels.test_attention import Case
 from tests.kernels.test_small_ops import assert_rounded_once, x_of
 
+from tutel_pack.kernels import torch_backend
 from tutel_pack.kernels.ops import Layout, get_ops
 from tutel_pack.spec import ClampedSwiglu, Dynamic, Linear, Llama3, Moe, Rope, Router, Swiglu, Yarn
 
@@ -66,6 +67,17 @@ def test_attention_with_sinks_and_a_scale(case, dtype):
     assert error(sinks=None) > case.limit() and error(sinks=sinks.flip(0)) > case.limit()
     if max(case.lengths) > 1:
         assert error(scale=None) > case.limit()
+
+
+def test_masks_of_sinks_do_not_grow_with_the_context(monkeypatch):
+    case, sinks = Case([3], [40]).build(torch.float32), x_of(4, dtype=torch.float32)
+    arguments = case.q, case.keys, case.values, case.layout, None, None, sinks
+    seen, made = [], torch_backend._sink_mask
+    expected = OPS.attention(*arguments)
+    monkeypatch.setattr(torch_backend, "_MASK", 8 * 2 * 43)
+    monkeypatch.setattr(torch_backend, "_sink_mask", lambda *rest: seen.append(made(*rest)) or seen[-1])
+    assert torch.allclose(OPS.attention(*arguments), expected, atol=1e-6)
+    assert len(seen) == 10 and max(mask.numel() for mask in seen) <= 8 * 2 * 44
 
 
 def test_a_sink_that_takes_everything():

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from tests.checkpoints import spread, to_fp8
 from tests.runtime.families import interleaved, make_model
 from tests.runtime.test_decoder import FLOAT32_LIMIT, worst
 from tests.runtime.test_families_gqa import CASES, FAMILIES, prompts
@@ -107,6 +108,21 @@ def test_bf16_experts_arrive_unchanged(tmp_path):
                     assert torch.equal(decode(packed.artifact.load(name)), dict(model.named_parameters())[name])
         give_back(model, model_type, packed.artifact)
         assert worst(packed.forward(torch.tensor(prompts(40)))[0], model(torch.tensor(prompts(40))).logits[0]) < FLOAT32_LIMIT
+
+
+def test_minimax_in_block_fp8_arrives_unchanged(tmp_path):
+    """As it is published: float8 with a scale for each 128 × 128, which a conversion to fp8 does not touch."""
+    model_type, options = CASES["minimax_m2"]
+    model = make_model(model_type, **options)
+    tensors = to_fp8(hub_tensors(model_type, model), r"\.w[123]\.weight|_proj\.weight")
+    block = {"quant_method": "fp8", "fmt": "float8_e4m3fn", "activation_scheme": "dynamic", "weight_block_size": [128, 128],
+             "modules_to_not_convert": ["gate", "e_score_correction_bias", "lm_head"]}  # fmt: skip
+    packed = load_packed(convert(tmp_path, model, tensors, "fp8", quantization_config=block), "cpu", torch.float32)
+    made = "model.layers.2.block_sparse_moe.experts.7.w3.weight"
+    up = decode(packed.artifact.load("model.layers.2.mlp.experts.gate_up_proj"))[7, 80:]
+    assert torch.equal(up, tensors[made].float() * spread(tensors[made + "_scale_inv"], (128, 128), up.shape))
+    give_back(model, model_type, packed.artifact)
+    assert worst(packed.forward(torch.tensor(prompts(40)))[0], model(torch.tensor(prompts(40))).logits[0]) < FLOAT32_LIMIT
 
 
 def test_gpt_oss_in_its_own_mxfp4_arrives_unchanged(tmp_path):
