@@ -21,6 +21,8 @@ from tutel_pack.quant.nvfp4 import global_scale
 
 Rows = PackedTensor | Tensor
 
+_ENERGY_ELEMENTS = 1 << 17
+
 
 @dataclass(frozen=True)
 class Loss:
@@ -168,7 +170,7 @@ def _pack_experts(unit: Unit, entry: Entry, rows: list[Rows], writer: FileWriter
         for segment, piece in enumerate(pieces):
             _check_finite(unit, entry, expert, segment, piece)
         if cast := exact.cast(pieces, entry.format):
-            energy[expert] = sum(decode(piece).double().square().sum() for piece in pieces)
+            energy[expert] = sum(map(_energy, pieces))
         else:
             x = torch.cat([_values(piece) for piece in pieces])[None]
             encoded = _encode(unit, entry, x, entry.segments, rule, None, expert, 0)
@@ -177,6 +179,12 @@ def _pack_experts(unit: Unit, entry: Entry, rows: list[Rows], writer: FileWriter
         for segment, piece in enumerate(cast):
             _write_rows(unit, entry, piece, unit.expert + expert, segment, 0, writer)
     return Loss(error, energy)
+
+
+def _energy(packed: PackedTensor) -> float:
+    """The sum of squares of an [n, K], a few rows at a time."""
+    rows = max(1, _ENERGY_ELEMENTS // packed.shape[1])
+    return sum(decode(tile).double().square().sum().item() for _, tile in packed.row_tiles(rows))
 
 
 def _split(packed: PackedTensor) -> list[PackedTensor]:

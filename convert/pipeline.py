@@ -185,7 +185,8 @@ def _pack(job: Job, entries: list[tuple[str, Entry]], writer: FileWriter, worker
 
 def _submit(job: Job, target: Target, entry: Entry, writer: FileWriter, workers) -> Iterator[tuple[Unit, Future]]:
     work = list(units(target, entry))
-    needs_amax = entry.format is not None and entry.format.has_global and work[0].segment is not None
+    kept = all(piece.stored.format == entry.format for row in target.pieces for piece in row)
+    needs_amax = entry.format is not None and entry.format.has_global and work[0].segment is not None and not kept
     amax = expert_amax(job.source, work) if needs_amax else {}
     rule = job.recipe.rule_for(entry.format) if entry.format else None
 

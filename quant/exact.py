@@ -11,6 +11,8 @@ from tutel_pack.quant.mxfp4 import BLOCK
 
 _BIAS = 127
 _ROWS, _COLUMNS = FORMATS["fp8"].block
+_LOWEST, _HIGHEST = -118, 125
+"""Of the largest exponent: 6 · 2^125 is finite in float32, and the scales made from 2^−118 are normal numbers."""
 _DEAD = 1 << 10
 """Beyond any exponent: of blocks of zeros, for which every scale is right."""
 
@@ -32,16 +34,11 @@ def _exponents(p: PackedTensor) -> tuple[Tensor, Tensor]:
     return p.scale.to(torch.int32) - _BIAS, (blocks & 0x77 != 0).any(-1)
 
 
-def _in_range(highest: int) -> bool:
-    """Whether 2^highest times 6 is finite in float32, and the scales below it are normal numbers."""
-    return -118 <= highest <= 125
-
-
 def _to_nvfp4(pieces: list[PackedTensor]) -> list[PackedTensor] | None:
     found = [_exponents(p) for p in pieces]
     used = torch.cat([k[live] for k, live in found])
     highest = int(used.max()) if len(used) else 0
-    if len(used) and not (_in_range(highest) and highest - int(used.min()) <= 17):
+    if len(used) and not (_LOWEST <= highest <= _HIGHEST and highest - int(used.min()) <= 17):
         return None
     cast = []
     for p, (k, _) in zip(pieces, found):
@@ -65,17 +62,29 @@ def _to_fp8(pieces: list[PackedTensor]) -> list[PackedTensor] | None:
 
 
 def _piece_to_fp8(p: PackedTensor) -> PackedTensor | None:
+    tiles = []
+    for _, tile in p.row_tiles(_ROWS):
+        if (found := _tile_to_fp8(tile)) is None:
+            return None
+        tiles.append(found)
+    data, scale = (torch.cat(parts) for parts in zip(*tiles))
+    return PackedTensor.from_parts(FORMATS["fp8"], p.shape, p.segments, {DATA: data, SCALE: scale})
+
+
+def _tile_to_fp8(p: PackedTensor) -> tuple[Tensor, Tensor] | None:
+    """(data, scale) of one row of blocks."""
     k, live = _exponents(p)
-    highest, lowest = _over_blocks(k.masked_fill(~live, -_DEAD), -_DEAD).amax((1, 3)), _over_blocks(k.masked_fill(~live, _DEAD), _DEAD).amin((1, 3))
+    highest = _over_blocks(k.masked_fill(~live, -_DEAD), -_DEAD).amax((1, 3))
+    lowest = _over_blocks(k.masked_fill(~live, _DEAD), _DEAD).amin((1, 3))
     used = highest > -_DEAD
-    fits = (highest - lowest <= 14) & (highest >= -118) & (highest <= 125)
+    fits = (highest - lowest <= 14) & (highest >= _LOWEST) & (highest <= _HIGHEST)
     if not fits[used].all():
         return None
     highest = torch.where(used, highest, 0)
     of_block = highest.repeat_interleave(_ROWS, 0)[: len(k)].repeat_interleave(_COLUMNS // BLOCK, 1)[:, : k.shape[1]]
     values = e2m1.unpack(p.data, torch.float32).view(*k.shape, BLOCK) * _power(k - of_block + 6, -8, 6).unsqueeze(-1)
     data = values.view(len(k), -1)[:, : p.shape[1]].to(torch.float8_e4m3fn)
-    return PackedTensor.from_parts(FORMATS["fp8"], p.shape, p.segments, {DATA: data, SCALE: _power(highest - 6, -126, 119)})
+    return data, _power(highest - 6, _LOWEST - 6, _HIGHEST - 6)
 
 
 def _over_blocks(k: Tensor, filler: int) -> Tensor:

@@ -18,7 +18,7 @@ def find(index: dict[str, TensorInfo], config: dict) -> dict[str, Stored]:
     for name, info in index.items():
         base = name.removesuffix(_PACKED)
         scale = index.get(base + ".weight_scale")
-        if name.endswith(_PACKED) and info.dtype == "U8" and scale is not None and scale.dtype == "F8_E4M3":
+        if name.endswith(_PACKED) and info.dtype == "U8" and info.shape and scale is not None and scale.dtype == "F8_E4M3":
             companion(index, info, scale.name, ("F8_E4M3",), blocks_of(info, 2 * info.shape[-1], fmt))
             divisor = companion(index, info, base + ".weight_global_scale", ("F32",), ())
             found[base] = packed(base + ".weight", info, 2, fmt, Part(scale), **{GLOBAL: Part(divisor, reciprocal)})

@@ -259,6 +259,8 @@ E1 = GATE1 + "."
     ("mxfp8", change(E1 + "weight_scale_inv", torch.ones(96, 2, dtype=torch.uint8)), [E1 + "weight_scale_inv", "[96, 2]", "[96, 6]"]),
     ("nvfp4-modelopt", change(E1 + "pre_quant_scale", torch.ones(192)), ["unknown", E1 + "pre_quant_scale"]),
     ("mxfp4-ct", change(E1 + "weight", torch.ones(96, 192)), [E1 + "weight", "twice"]),
+    ("mxfp4-quark", change(E1 + "weight", torch.zeros(96, 90, dtype=torch.uint8)), [E1 + "weight", "whole blocks of 32"]),
+    ("nvfp4-ct", change(E1 + "weight_packed", torch.zeros(96, 90, dtype=torch.uint8)), [E1 + "weight_packed", "whole blocks of 16"]),
     # Bytes that are no numbers
     ("mxfp4-v4", spoiled(E1 + "scale", 255, 7), [GATE_UP, "[1, 1, 32]"]),
     ("mxfp4-ct", spoiled(E1 + "weight_scale", 255, 6 * 95), [GATE_UP, "[1, 95, 0]"]),
@@ -294,6 +296,27 @@ def test_other_integers_are_refused(tmp_path, changes, part):
     source = write_checkpoint(tmp_path / "model", to_layout("int4-ct", qwen3_weights(config)), config)
     with pytest.raises(InputError, match=part):
         convert_checkpoint(str(source), tmp_path / "out", fmt="source")
+
+
+def test_the_quantization_of_a_text_model_counts(tmp_path):
+    """Kimi-K2.5 has it in text_config."""
+    for found, part in (({"quant_method": "awq"}, "AWQ"), (config_of("int4-ct")["quantization_config"], None)):
+        config = qwen3_config(**SIZES) | {"text_config": {"quantization_config": found}}
+        source = str(write_checkpoint(tmp_path / str(part), to_layout("int4-ct", qwen3_weights(config)), config))
+        if part is None:
+            assert pipeline.plan(source, pipeline.Recipe("source")).entries[GATE_UP].format == FORMATS["int4"]
+        else:
+            with pytest.raises(InputError, match=part):
+                pipeline.plan(source, pipeline.Recipe("source"))
+
+
+def test_cut_nvfp4_experts_are_read_once(tmp_path, monkeypatch):
+    """What passes through needs no largest magnitude, which would take a pass of its own."""
+    weights = to_layout("nvfp4-modelopt", qwen3_weights(config_of("nvfp4-modelopt")))
+    job = pipeline.plan(written(tmp_path, "nvfp4-modelopt", weights), pipeline.Recipe("source"))
+    monkeypatch.setattr(cutting, "UNIT_ELEMENTS", 1)
+    monkeypatch.setattr(pipeline, "expert_amax", lambda *args: pytest.fail("a pass too many"))
+    pipeline.run(job, tmp_path / "out")
 
 
 def test_rotated_weights_are_refused(tmp_path):
