@@ -282,6 +282,16 @@ def test_deepseek_v3_in_block_fp8(tmp_path, fmt):
     assert len(attention) == 4 * 7 and all(torch.equal(exact(artifact.load(name)), source[name]) for name in attention)
     fill(model, artifact, source, fmt != "source")
     check_logits(artifact, model, 1e-4)
+    # What the check would not see, it would not prove: the last, partial block of the rotated key, and the correction.
+    for tensor in (
+        model.model.layers[1].self_attn.kv_a_proj_with_mqa.weight[128:],
+        model.model.layers[2].mlp.gate.e_score_correction_bias,
+    ):
+        before = tensor.clone()
+        tensor.mul_(1.1)
+        with pytest.raises(AssertionError):
+            check_logits(artifact, model, 1e-3)
+        tensor.copy_(before)
 
 
 def test_without_multi_token_prediction(tmp_path):
