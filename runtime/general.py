@@ -44,7 +44,10 @@ class GeneralDecoder:
         _fill(self._model, take)
         _compute_buffers(self._model, self.device)
         self._scaled = _RopeState(self._model)
-        self._picks_rows = "logits_to_keep" in inspect.signature(self._model.forward).parameters
+        takes = inspect.signature(self._model.forward).parameters
+        self._picks_rows = "logits_to_keep" in takes
+        # transformers renames the cache, which all modules have under one of the two names.
+        self._cache_name = "cache" if "cache" in takes else "past_key_values"
 
     def new_cache(self, blocks: int, block_size: int = 64) -> GeneralCache:
         """An empty cache for blocks · block_size tokens, which takes memory as sequences grow."""
@@ -80,15 +83,19 @@ class GeneralDecoder:
 
     def _call(self, tokens: Tensor, past: _Past, rows: Tensor, states: Tensor | None) -> Tensor:
         keep = {"logits_to_keep": rows} if self._picks_rows else {}
-        hook = None if states is None else self._model.base_model.register_forward_hook(lambda m, a, out: states.copy_(out[0][0]))
+
+        def take_states(module, arguments, out) -> None:
+            if states is not None:
+                states.copy_(out[0][0])
+
+        hook = self._model.base_model.register_forward_hook(take_states)
         try:
-            out = self._model(input_ids=tokens[None], past_key_values=past.cache, use_cache=True, **keep)
+            out = self._model(input_ids=tokens[None], use_cache=True, **{self._cache_name: past.cache}, **keep)
         finally:
-            if hook:
-                hook.remove()
-        if out.past_key_values is None:
+            hook.remove()
+        past.cache = getattr(out, self._cache_name, None)
+        if past.cache is None:
             general.refuse(self.spec.model_type, "its module keeps no cache of the past")
-        past.cache = out.past_key_values
         return (out.logits[0] if keep else out.logits[0, rows]).float()
 
 

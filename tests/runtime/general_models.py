@@ -70,6 +70,7 @@ def make_model(model_type: str, **changes) -> nn.Module:
     """Random weights, large enough that every part matters; norms and biases away from 1 and 0."""
     torch.manual_seed(7)
     model = AutoModelForCausalLM.from_config(make_config(model_type, **changes)).eval().requires_grad_(False)
+    model.config._experts_implementation = "eager"  # the others do not take float64
     for name, p in (*model.named_parameters(), *model.named_buffers()):
         if name.endswith("correction_bias") or name.endswith("expert_bias"):
             p.uniform_(-0.2, 0.2)
