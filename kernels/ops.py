@@ -168,7 +168,8 @@ class Ops:
 
     def moe(
         self, x: Tensor, ids: Tensor, weights: Tensor, gate_up: Weight, down: Weight,
-        activation: Swiglu | ClampedSwiglu = Swiglu(), gate_up_bias: Tensor | None = None, down_bias: Tensor | None = None,
+        activation: Swiglu | ClampedSwiglu = Swiglu(),
+        gate_up_bias: Tensor | None = None, down_bias: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         """Σ over k of weights · (down[id] · activation(gate_up[id] · x + gate_up_bias[id]) + down_bias[id]), summed in
         float32 in the order of k -> [T, H].

@@ -131,7 +131,7 @@ def _frequencies(rope: Rope, length: int = 0) -> Tensor:
 
 
 def _yarn_ramp(rope: Rope, yarn: Yarn) -> Tensor:
-    """float32 [dim/2]: 0 where a dimension's frequency stays, 1 where it is divided by the factor (arXiv 2309.00071)."""
+    """float32 [dim/2]: 0 where a dimension's frequency stays, 1 where it is divided (arXiv 2309.00071 §3.2)."""
 
     def dimension(turns: float) -> float:
         """The dimension that turns so many times over the original context."""
@@ -164,8 +164,9 @@ def rope(x: Tensor, rotation: tuple[Tensor, Tensor], interleaved: bool) -> Tenso
 
 
 def attention(
-    q: Tensor, keys: Tensor, values: Tensor, layout: Layout, window: int | None, scale: float | None, sinks: Tensor | None
-) -> Tensor:
+    q: Tensor, keys: Tensor, values: Tensor, layout: Layout, window: int | None,
+    scale: float | None, sinks: Tensor | None,
+) -> Tensor:  # fmt: skip
     out = torch.empty_like(q)
     for s, table in enumerate(layout.tables):
         new = slice(layout.starts[s], layout.starts[s + 1])
@@ -176,8 +177,9 @@ def attention(
 
 
 def _attend(
-    q: Tensor, k: Tensor, v: Tensor, past: int, window: int | None, scale: float | None, sinks: Tensor | None, out: Tensor
-) -> None:
+    q: Tensor, k: Tensor, v: Tensor, past: int, window: int | None,
+    scale: float | None, sinks: Tensor | None, out: Tensor,
+) -> None:  # fmt: skip
     """Attention of one sequence: query i stands at position past + i, key j at position j; out is like q."""
     shared = q.shape[1] // k.shape[1]
     rows = _QUERIES if sinks is None else min(_QUERIES, _MASK // (k.shape[1] * len(k)))
@@ -208,8 +210,8 @@ def _mask(first: int, last: int, low: int, window: int | None, shared: int, devi
 
 
 def _sink_mask(mask: Tensor | None, sinks: Tensor, rows: Tensor, keys: Tensor) -> Tensor:
-    """[kv_heads, rows, keys] to be added to logits, from `_mask`'s of all keys but the first. That one and its value are
-    zeros, so that it takes the share of a softmax that a sink does, and adds nothing."""
+    """[kv_heads, rows, keys] to be added to logits, from `_mask`'s of all keys but the first. That one and its value
+    are zeros, so that it takes the share of a softmax that a sink does, and adds nothing."""
     bias = sinks.new_zeros(len(keys), rows.shape[1], keys.shape[1])
     bias[..., 0] = sinks.view(len(keys), -1).repeat(1, rows.shape[1] * len(keys) // len(sinks))
     if mask is not None:

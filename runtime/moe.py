@@ -23,7 +23,8 @@ class DenseBlock:
     def __call__(self, x: Tensor) -> Tensor:
         """x [T, H], normed -> [T, H]."""
         ops = self._ops
-        return ops.linear(ops.swiglu(ops.linear(x, *self._gate), ops.linear(x, *self._up), self._activation), *self._down)
+        gate, up = ops.linear(x, *self._gate), ops.linear(x, *self._up)
+        return ops.linear(ops.swiglu(gate, up, self._activation), *self._down)
 
 
 class MoeBlock:

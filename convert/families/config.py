@@ -68,7 +68,8 @@ class Config:
     def require(self, key: str, value: Any) -> None:
         """InputError unless the key is absent or has that value."""
         if self._get(key, value) != value:
-            raise InputError(f"config.json has {self._within}{key}: {self._data[key]!r:.100}; only {value!r} is supported.")
+            found = f"{self._within}{key}: {self._data[key]!r:.100}"
+            raise InputError(f"config.json has {found}; only {value!r} is supported.")
 
     def object(self, key: str) -> Config:
         """An object inside config.json, empty by default."""
@@ -88,7 +89,8 @@ class Config:
         parameters = older if older._data else newer
         for key, value in parameters._data.items():
             if isinstance(value, dict):
-                raise InputError(f"config.json has {parameters._within}{key!s:.50}: rope by layer type is not supported.")
+                name = f"{parameters._within}{key!s:.50}"
+                raise InputError(f"config.json has {name}: rope by layer type is not supported.")
         kind = parameters._get("rope_type", parameters._get("type", "default"))
         if not isinstance(kind, str) or kind not in _SCALINGS:
             raise InputError(f"config.json asks for {kind!r:.100} rope scaling, which is not supported.")
@@ -96,7 +98,9 @@ class Config:
         partial = parameters.number("partial_rotary_factor", self.number("partial_rotary_factor", partial))
         dim = int(head_dim * partial)
         if dim < 2 or dim % 2 or dim > head_dim:
-            raise InputError(f"config.json implies heads of {head_dim} dimensions, {dim} of them rotated: they make no pairs.")
+            raise InputError(
+                f"config.json implies heads of {head_dim} dimensions, {dim} of them rotated: they make no pairs."
+            )
         return Rope(theta, dim, interleaved, _SCALINGS[kind](parameters, self))
 
     def original_context(self, parameters: Config) -> int:

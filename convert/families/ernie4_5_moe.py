@@ -9,7 +9,7 @@ from tutel_pack.spec import Attention, Layer, Mlp, ModelSpec, Moe, Router
 
 
 def spec(config: dict) -> ModelSpec:
-    c = Config(config, aliases={"num_experts": "moe_num_experts", "num_local_experts": "moe_num_experts", "num_experts_per_tok": "moe_k"})
+    c = Config(config, aliases={"num_experts": "moe_num_experts", "num_experts_per_tok": "moe_k"})
     c.require("hidden_act", "silu")
     c.require("use_bias", False)
     count, kv_heads, head_dim = heads(c)

@@ -18,8 +18,8 @@ _YARN = {
 
 
 def spec(config: dict) -> ModelSpec:
-    c = Config({"rope_parameters": _YARN} | {key: value for key, value in config.items() if value is not None},
-               aliases={"num_experts": "num_local_experts"})  # fmt: skip
+    given = {key: value for key, value in config.items() if value is not None}
+    c = Config({"rope_parameters": _YARN} | given, aliases={"num_experts": "num_local_experts"})
     c.require("hidden_act", "silu")
     count, head_dim = c.size("num_attention_heads"), c.size("head_dim", 64)
     attention = Attention(
@@ -31,7 +31,8 @@ def spec(config: dict) -> ModelSpec:
         sinks=True,
     )
     windows = {_FULL: None, _SLIDING: c.size("sliding_window", 128)}
-    default = [_FULL if i % 2 else _SLIDING for i in range(c.layers())]
+    alternating = [_FULL if i % 2 else _SLIDING for i in range(c.layers())]
+    kinds = c.names("layer_types", (_FULL, _SLIDING), alternating)
     moe = Moe(
         experts=c.size("num_local_experts"),
         top_k=c.size("num_experts_per_tok"),
@@ -47,7 +48,7 @@ def spec(config: dict) -> ModelSpec:
         context=c.size("max_position_embeddings", 131072),
         norm_eps=c.number("rms_norm_eps", 1e-5),
         tied_head=c.flag("tie_word_embeddings", False),
-        layers=tuple(Layer(replace(attention, window=windows[kind]), moe) for kind in c.names("layer_types", (_FULL, _SLIDING), default)),
+        layers=tuple(Layer(replace(attention, window=windows[kind]), moe) for kind in kinds),
         names=(("router", "mlp.router"),),
     )
 

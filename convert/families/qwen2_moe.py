@@ -26,7 +26,8 @@ def spec(config: dict) -> ModelSpec:
         norm_eps=c.number("rms_norm_eps", 1e-6),
         tied_head=c.flag("tie_word_embeddings", False),
         layers=tuple(
-            Layer(sliding if kind == _SLIDING else attention, _mlp(c, i)) for i, kind in enumerate(_layer_types(c, sliding is not None))
+            Layer(sliding if kind == _SLIDING else attention, _mlp(c, i))
+            for i, kind in enumerate(_layer_types(c, sliding is not None))
         ),
         names=(("shared", "mlp.shared_expert"),),
     )

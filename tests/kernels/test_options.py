@@ -74,10 +74,10 @@ def test_masks_of_sinks_do_not_grow_with_the_context(monkeypatch):
     arguments = case.q, case.keys, case.values, case.layout, None, None, sinks
     seen, made = [], torch_backend._sink_mask
     expected = OPS.attention(*arguments)
-    monkeypatch.setattr(torch_backend, "_MASK", 8 * 2 * 43)
+    monkeypatch.setattr(torch_backend, "_MASK", 8 * 2 * 45)  # 8 rows of 2 heads over 9 blocks of 5 keys
     monkeypatch.setattr(torch_backend, "_sink_mask", lambda *rest: seen.append(made(*rest)) or seen[-1])
     assert torch.allclose(OPS.attention(*arguments), expected, atol=1e-6)
-    assert len(seen) == 10 and max(mask.numel() for mask in seen) <= 8 * 2 * 44
+    assert len(seen) == 10 and max(mask.numel() for mask in seen) <= 8 * 2 * (1 + 45)
 
 
 def test_a_sink_that_takes_everything():
