@@ -91,7 +91,7 @@ class Attention:
     window: a query sees itself and the window − 1 keys before it; None sees all.
     sinks: one more logit per head in the softmax, whose share is dropped.
     gated: q_proj gives [query | gate] per head, and the heads' output is multiplied by sigmoid(gate).
-    clip: queries, keys and values are clamped to ±clip after their projections.
+    clip: queries, keys and values are clamped to ±clip after their projections and norms.
     scale: of the logits; None is head_dim^−½.
     """
 
