@@ -149,12 +149,15 @@ def delta_rule(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, mem
 
 
 def _step(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
-    """The rule for one token of each of S sequences; memory [S, G, R, K, V] -> (out [S, G, R, V], memory)."""
-    memory = memory * decay.exp()[..., None, None]
-    q, k = q[:, :, None, None], k[:, :, None, None]
-    change = beta[..., None] * (v - (k @ memory).squeeze(-2))
-    memory += k.transpose(-1, -2) * change[..., None, :]
-    return (q @ memory).squeeze(-2), memory
+    """The rule for one token of each of S sequences; memory [S, G, R, K, V] -> (out [S, G, R, V], memory).
+
+    The memory, which is all that counts here, is read once and written once: Mᵀq is put together from what it was.
+    """
+    kept = decay.exp()[..., None]
+    known, asked = (kept[..., None] * (torch.stack([k, q], dim=2)[:, :, None] @ memory)).unbind(-2)
+    change = beta[..., None] * (v - known)
+    memory.mul_(kept[..., None]).addcmul_(k[:, :, None, :, None], change[..., None, :])
+    return asked + (q * k).sum(-1)[..., None, None] * change, memory
 
 
 def _chunks(spans: Sequence[range]) -> tuple[Tensor, list[int]]:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import Qwen3_5MoeForCausalLM, Qwen3_5MoeTextConfig, Qwen3NextConfig, Qwen3NextForCausalLM
 
-from tests.checkpoints import fp8_config, to_fp8, write_checkpoint
+from tests.checkpoints import fp8_config, garbled, to_fp8, write_checkpoint
 from tutel_pack.artifact import Artifact
 from tutel_pack.convert.families import qwen3_5_moe, qwen3_next
 from tutel_pack.convert.pipeline import convert_checkpoint
@@ -528,6 +528,22 @@ def test_options_of_a_config(kind, changes, found):
 def test_what_is_not_understood_is_refused(kind, changes):
     with pytest.raises(InputError):
         MODELS[kind][2].spec(config_of(kind, **changes))
+
+
+@pytest.mark.parametrize("kind", ["qwen3_next", "qwen3_5_moe", "whole"])
+def test_garbage_in_any_place_of_a_config(kind):
+    """Understood, or refused in one sentence: nothing else."""
+    config = config_of("qwen3_5_moe" if kind == "whole" else kind)
+    config = {"model_type": "qwen3_5_moe", "text_config": config} if kind == "whole" else config
+    tried = refused = 0
+    for bad in garbled(config):
+        tried += 1
+        try:
+            (qwen3_next if kind == "qwen3_next" else qwen3_5_moe).spec(bad)
+        except InputError as e:
+            refused += 1
+            assert "\n" not in str(e) and len(str(e)) <= 1000
+    assert tried - 100 > refused > 200
 
 
 def test_tying_is_what_the_whole_model_says():
