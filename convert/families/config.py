@@ -101,7 +101,10 @@ class Config:
             raise InputError(
                 f"config.json implies heads of {head_dim} dimensions, {dim} of them rotated: they make no pairs."
             )
-        return Rope(theta, dim, interleaved, _SCALINGS[kind](parameters, self))
+        scaling = _SCALINGS[kind](parameters, self)
+        if scaling and (theta <= 1 or dim < 4):
+            raise InputError(f"config.json scales a rope of {dim} dimensions and theta {theta}, which has no bands to scale.")
+        return Rope(theta, dim, interleaved, scaling)
 
     def original_context(self, parameters: Config) -> int:
         """Positions before a rope scaling stretched them. A value beside the parameters wins, as in transformers."""

@@ -7,6 +7,7 @@ from importlib import import_module
 
 import pytest
 
+from tests.checkpoints import garbled
 from tutel_pack.convert.families.config import Config
 from tutel_pack.errors import InputError
 from tutel_pack.spec import Attention, ClampedSwiglu, Dynamic, Layer, Linear, Llama3, Mlp, Moe, ModelSpec, Rope, Router, Yarn
@@ -124,6 +125,8 @@ def test_options(family, changes, found):
     ("ernie4_5_moe", {"use_bias": True}, "use_bias"),
     ("ernie4_5_moe", {"moe_num_experts": [8, 8]}, "moe_num_experts"),
     ("granitemoe", {"logits_scaling": 0}, "logits_scaling"),
+    ("mixtral", {"rope_theta": 1.0, "rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "no bands"),
+    ("mixtral", {"head_dim": 2, "rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "no bands"),
 ])  # fmt: skip
 def test_what_is_not_supported_is_named(family, changes, name):
     with pytest.raises(InputError, match=name):
@@ -152,3 +155,17 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
 ])  # fmt: skip
 def test_every_spelling_of_rope(config, expected):
     assert Config({"max_position_embeddings": 4096} | config).rope(32) == expected
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_garbage_in_any_place_of_a_config(family):
+    """Understood, or refused in one sentence: nothing else."""
+    config = CONFIGS[family] | {"model_type": family, "rope_scaling": YARN, "layer_types": None, "sliding_window": 9}
+    refused = 0
+    for bad in garbled(config):
+        try:
+            import_module(f"tutel_pack.convert.families.{family}").spec(bad)
+        except InputError as e:
+            refused += 1
+            assert "\n" not in str(e) and len(str(e)) <= 1000
+    assert refused > 50
