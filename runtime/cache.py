@@ -54,7 +54,8 @@ class PagedCache:
         self._stateful = any(states)
         self._free_slots, self._used_slots = [], set()
         self.sequences = [
-            {name: torch.empty(0, *shape, dtype=kind, device=device) for name, (shape, kind) in layer.items()} for layer in states
+            {name: torch.empty(0, *shape, dtype=kind, device=device) for name, (shape, kind) in layer.items()}
+            for layer in states
         ]
 
     @property
@@ -102,7 +103,7 @@ class PagedCache:
         self._free_slots.append(slot)
 
     def snapshot(self, slot: int) -> list[Tensor]:
-        """A copy of all states of a slot, for `restore`: tokens that were run since then are as if they had not been."""
+        """A copy of all states of a slot, for `restore`: tokens that are run after it are then as if they were not."""
         return [pool[slot].clone() for pool in self._state_pools()]
 
     def restore(self, slot: int, states: Sequence[Tensor]) -> None:
@@ -120,8 +121,8 @@ class PagedCache:
         except RuntimeError as e:
             size = (have + n) * sum(math.prod(p.shape[1:]) * p.itemsize for p in self._state_pools())
             raise ResourceError(
-                f"The states of {have + n} sequences take {size / 1e9:.1f} GB, which the device does not have: run fewer "
-                "sequences at once."
+                f"The states of {have + n} sequences take {size / 1e9:.1f} GB, which the device does not have: "
+                "run fewer sequences at once."
             ) from e
         self.sequences = grown
         self._free_slots += range(have + n - 1, have - 1, -1)

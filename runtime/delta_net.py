@@ -1,8 +1,8 @@
-"""Gated delta net: linear attention whose memory of the past is one matrix per head, decayed and corrected token by token.
+"""Gated delta net: linear attention that keeps the past in one matrix per head, which every token decays and corrects.
 
 The rule is that of Yang, Kautz, Hatamizadeh, "Gated Delta Networks" (arXiv 2412.06464); its chunked form follows the
-WY representation of Yang et al., "Parallelizing Linear Transformers with the Delta Rule" (arXiv 2406.06484). All of it
-is computed in float32.
+WY representation of Yang et al., "Parallelizing Linear Transformers with the Delta Rule" (arXiv 2406.06484). All but
+the large projections is computed in float32: decays and corrections multiply over thousands of tokens.
 
 Letters in shapes: T tokens of S sequences, C channels of the convolution (queries, keys, values), G key heads of which
 each serves R value heads, K and V their dimensions, N tokens of a chunk.
@@ -38,16 +38,14 @@ class GatedDeltaNet:
     @staticmethod
     def states(spec: DeltaNet, dtype: torch.dtype) -> dict[str, State]:
         """What it keeps of a sequence: the convolution's last inputs, in the compute dtype, and the heads' memories."""
-        return {
-            "tail": ((spec.kernel - 1, _channels(spec)), dtype),
-            "memory": ((spec.key_heads, spec.value_heads // spec.key_heads, spec.key_dim, spec.value_dim), torch.float32),
-        }
+        memory = (spec.key_heads, spec.value_heads // spec.key_heads, spec.key_dim, spec.value_dim)
+        return {"tail": ((spec.kernel - 1, _channels(spec)), dtype), "memory": (memory, torch.float32)}
 
     def __init__(self, spec: DeltaNet, layer: int, eps: float, weights: Weights, ops: Ops):
         self._spec, self._layer, self._eps, self._ops = spec, layer, eps, ops
         prefix = f"model.layers.{layer}.linear_attn."
-        names = ("in_proj_qkvz", "in_proj_ba") if spec.grouped else ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
-        self._inputs = [weights(f"{prefix}{name}.weight") for name in names]
+        inputs = ("qkvz", "ba") if spec.grouped else ("qkv", "z", "b", "a")
+        self._inputs = [weights(f"{prefix}in_proj_{name}.weight") for name in inputs]
         self._filter = weights(prefix + "conv1d.weight").float().squeeze(1)
         self._rate = weights(prefix + "A_log").float().exp()
         self._bias = weights(prefix + "dt_bias").float()
@@ -70,7 +68,7 @@ class GatedDeltaNet:
         return self._ops.linear(self._gated(out, z).to(x.dtype), self._output)
 
     def _grouped(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """(q, k and v [T, C], z [T, heads · V], b and a [T, heads]) from projections whose rows are grouped by key head."""
+        """(q, k and v [T, C], z [T, heads · V], b and a float32 [T, heads]) from rows that are grouped by key head."""
         spec, ops = self._spec, self._ops
         qkvz, ba = self._inputs
         shared = spec.value_heads // spec.key_heads
@@ -82,8 +80,8 @@ class GatedDeltaNet:
     def _separate(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """The same from a projection each."""
         qkv, z, b, a = self._inputs
-        # In float32: decays multiply over thousands of tokens.
-        return self._ops.linear(x, qkv), self._ops.linear(x, z), self._ops.linear(x.float(), b), self._ops.linear(x.float(), a)
+        linear, exact = self._ops.linear, x.float()
+        return linear(x, qkv), linear(x, z), linear(exact, b), linear(exact, a)
 
     def _gated(self, heads: Tensor, z: Tensor) -> Tensor:
         """heads float32 [T, G, R, V], normed over V, times silu(z) [T, heads · V] -> float32 [T, heads · V]."""
@@ -122,7 +120,9 @@ def convolve(x: Tensor, weight: Tensor, tails: Tensor, layout: Layout) -> Tensor
     return out
 
 
-def delta_rule(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, memories: Tensor, layout: Layout) -> Tensor:
+def delta_rule(
+    q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, memories: Tensor, layout: Layout
+) -> Tensor:
     """The gated delta rule: for every token of a sequence and every value head, with its memory M [K, V],
 
         M ← exp(decay) · M;  M ← M + k ⊗ (beta · (v − Mᵀk));  out = Mᵀq
@@ -177,7 +177,9 @@ def _in_chunks(t: Tensor, rows: Tensor, used: Tensor) -> Tensor:
     return t[rows].masked_fill(~used.view(*used.shape, *[1] * (t.ndim - 1)), 0).movedim(1, 3)
 
 
-def _scan(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, memory: Tensor, sizes: list[int]) -> tuple[Tensor, Tensor]:
+def _scan(
+    q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, memory: Tensor, sizes: list[int]
+) -> tuple[Tensor, Tensor]:
     """The rule for chunks as `_chunks` lays them out: q, k [chunks, G, 1, N, K], v [chunks, G, R, N, V], decay and beta
     [chunks, G, R, N], memory [S, G, R, K, V] -> (out [chunks, N, G, R, V], memory after the last chunks).
 

@@ -29,8 +29,8 @@ from tutel_pack.spec import Attention, DeltaNet, Mlp, Rope
 LIMIT = 1e-4
 CONFIG = {
     # Two value heads for each key head, and no two of the sizes that belong together alike.
-    "vocab_size": 199, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "max_position_embeddings": 512,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
+    "vocab_size": 199, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4,
+    "max_position_embeddings": 512, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
     "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 24,
     "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 48, "shared_expert_intermediate_size": 80,
     "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
@@ -38,7 +38,9 @@ CONFIG = {
 }  # fmt: skip
 FORMATS_HERE = [name for name in FORMATS if name != "int4"]
 """All that we pack into; int4 is only passed through."""
-PACKED = ("experts.gate_up_proj", "experts.down_proj", "_proj.weight", "_qkvz.weight", "_qkv.weight", "_z.weight", "lm_head.weight")
+PACKED = (
+    "experts.gate_up_proj", "experts.down_proj", "_proj.weight", "_qkvz.weight", "_qkv.weight", "_z.weight", "lm_head.weight",
+)  # fmt: skip
 MODELS = {
     "qwen3_next": (Qwen3NextForCausalLM, Qwen3NextConfig, qwen3_next),
     "qwen3_5_moe": (Qwen3_5MoeForCausalLM, Qwen3_5MoeTextConfig, qwen3_5_moe),
@@ -47,15 +49,20 @@ VARIANTS = {
     "next": ("qwen3_next", {}),
     # A dense layer, weights that do not sum to one, another rhythm, biases, no heads in common, no decoupled rope.
     "next-options": ("qwen3_next", {
-        "mlp_only_layers": [1], "norm_topk_prob": False, "attention_bias": True, "num_key_value_heads": 4, "linear_num_value_heads": 2,
-        "layer_types": ["full_attention", "linear_attention", "linear_attention", "linear_attention"], "linear_conv_kernel_dim": 2,
+        "mlp_only_layers": [1], "norm_topk_prob": False, "attention_bias": True, "num_key_value_heads": 4,
+        "layer_types": ["full_attention", "linear_attention", "linear_attention", "linear_attention"],
+        "linear_num_value_heads": 2, "linear_conv_kernel_dim": 2,
         "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0, "partial_rotary_factor": 1.0},
     }),
     "next-yarn": ("qwen3_next", {"rope_parameters": {
-        "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32, "partial_rotary_factor": 0.5}}),
+        "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32,
+        "partial_rotary_factor": 0.5,
+    }}),
     "next-step": ("qwen3_next", {"decoder_sparse_step": 2, "tie_word_embeddings": True}),
     "3.5": ("qwen3_5_moe", {"rope_parameters": {
-        "rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1], "mrope_interleaved": True, "partial_rotary_factor": 0.25}}),
+        "rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25, "mrope_section": [2, 1, 1],
+        "mrope_interleaved": True,
+    }}),
     "3.5-bias": ("qwen3_5_moe", {"attention_bias": True}),
 }  # fmt: skip
 
@@ -203,7 +210,8 @@ def test_the_rule_is_that_of_a_loop_over_tokens(counts):
     assert out.dtype == torch.float32 and out.shape == expected.shape
     assert torch.allclose(out.double(), expected, atol=1e-5, rtol=0)
     assert torch.allclose(inputs[-1].double(), memories, atol=1e-5, rtol=0)
-    untouched = [slot for slot in range(len(memories)) if slot not in layout.states[torch.tensor(counts) > 0].tolist()] if counts else []
+    touched = {slot for slot, count in zip(layout.states.tolist(), counts) if count}
+    untouched = [slot for slot in range(len(memories)) if slot not in touched]
     assert torch.equal(inputs[-1][untouched].double(), memories[untouched]), "memories of others stay bit for bit"
 
 
