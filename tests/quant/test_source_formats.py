@@ -167,8 +167,8 @@ def test_segments_share_one_range_in_nvfp4_and_have_their_own_in_fp8(generator):
 @pytest.mark.parametrize("fmt", ["nvfp4", "fp8"])
 def test_blocks_of_zeros_have_no_say(generator, fmt):
     p = mx(torch.zeros(3, 4, dtype=torch.int64), generator)
-    p.data.view(3, 4, 16)[0, 1:3] = 0
-    p.data.view(3, 4, 16)[1, 1, 3] = 0x88  # zeros with a sign beside
+    p.data.view(3, 4, 16)[0, 1] = 0
+    p.data.view(3, 4, 16)[0, 2] = 0x88  # zeros with a sign
     p.scale[0, 1], p.scale[0, 2] = 0, 254
     found = exact.cast([p], FORMATS[fmt])
     assert same(found, [p]) and found[0].scale.float().isfinite().all()
