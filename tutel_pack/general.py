@@ -16,6 +16,7 @@ from tutel_pack.errors import InputError
 from tutel_pack.tensors import ATTENTION, EXPERTS, HEAD, KEEP, SHARED, TensorSpec
 
 MOST_LAYERS = 10_000
+"""No decoder comes near; a damaged config.json must not make us build billions."""
 _GATED, _PLAIN = ("gate_up_proj", "down_proj"), ("up_proj", "down_proj")
 
 
@@ -31,10 +32,11 @@ def build(config: dict, dtype: torch.dtype = torch.float32) -> nn.Module:
         refuse(model_type, "transformers has no causal language model of that type")
     # How the checkpoint is quantized is no matter of the module, and an author's code is never run.
     values = {k: v for k, v in config.items() if k not in ("quantization_config", "auto_map", "dtype", "torch_dtype")}
+    # Before the config object, which may list all layers.
+    if any(type(d.get("num_hidden_layers")) is int and d["num_hidden_layers"] > MOST_LAYERS for d in (config, *config.values()) if isinstance(d, dict)):
+        refuse(model_type, f"its config.json asks for more than {MOST_LAYERS} layers")
     try:
         made = CONFIG_MAPPING[model_type].from_dict(values)
-        if made.get_text_config().num_hidden_layers > MOST_LAYERS:
-            raise ValueError(f"it asks for more than {MOST_LAYERS} layers")
         with torch.device("meta"):
             return AutoModelForCausalLM.from_config(made, dtype=dtype, trust_remote_code=False).eval()
     except Exception as e:  # whatever a module of transformers raises for a config that it cannot take
