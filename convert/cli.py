@@ -87,7 +87,7 @@ def pack(model, fmt, output, revision, rest, overrides, scales, dry_run, force, 
         pipeline.run(job, output, force, progress)
     recent.remember(output)
     facts["seconds"] = round(time.monotonic() - started, 3)
-    facts["errors"] = _errors_by_format(output)
+    facts["errors"], facts["exact"] = _errors_by_format(output)
     if as_json:
         click.echo(json.dumps(facts))
     elif not quiet:
@@ -134,7 +134,7 @@ def plan_facts(job) -> dict:
         formats[name]["bytes"] += entry.nbytes
     return {
         "source": {"repo": job.source.name, "commit": job.source.commit},
-        "layers": len(job.spec.layers),
+        "layers": job.spec.depth,
         "bytes_read": job.bytes_read,
         "bytes_written": job.bytes_written,
         "formats": dict(formats),
@@ -151,7 +151,11 @@ def plan_text(facts: dict) -> str:
     ]
     for name, count in facts["formats"].items():
         lines.append(f"    {name:<6} {size(count['bytes']):>10}   {count['tensors']} tensors")
-    lines += [f"  leaves out {name}: {reason}" for name, reason in facts["skipped"].items()]
+    reasons = defaultdict(list)
+    for name, reason in facts["skipped"].items():
+        reasons[reason].append(name)
+    for reason, names in reasons.items():
+        lines.append(f"  leaves out {names[0]}{f' and {len(names) - 1} more' * (len(names) > 1)}: {reason}")
     return "\n".join(lines)
 
 
@@ -164,18 +168,22 @@ def done_text(facts: dict) -> str:
     ]
     if errors:
         lines.append(f"Relative error of what was quantized: {errors}")
+    if facts["exact"]:
+        lines.append(f"Cast from another format without loss: {facts['exact']} tensors")
     return "\n".join(lines)
 
 
-def _errors_by_format(output: Path) -> dict[str, float]:
-    """Format -> root mean square of the relative errors of its tensors."""
+def _errors_by_format(output: Path) -> tuple[dict[str, float], int]:
+    """(format -> root mean square of the relative errors of its tensors, how many tensors had none)."""
     from tutel_pack.artifact import Artifact
 
     manifest = Artifact(output).manifest
     found = defaultdict(list)
-    for name, error in manifest.errors.items():
-        found[manifest.tensors[name].format.name].append(error["rms"] ** 2)
-    return {name: (sum(squares) / len(squares)) ** 0.5 for name, squares in found.items()}
+    lossy = {name: error["rms"] for name, error in manifest.errors.items() if error["rms"]}
+    for name, rms in lossy.items():
+        found[manifest.tensors[name].format.name].append(rms**2)
+    means = {name: (sum(squares) / len(squares)) ** 0.5 for name, squares in found.items()}
+    return means, len(manifest.errors) - len(lossy)
 
 
 def size(count: float) -> str:
@@ -199,7 +207,7 @@ def inspect(artifact, as_json):
     manifest = found.manifest
     source = manifest.source["repo"] + (f" at {manifest.source['commit']}" if manifest.source["commit"] else "")
     recipe = ", ".join(f"{key} {value}" for key, value in manifest.recipe.items() if value)
-    click.echo(f"{artifact}: {manifest.spec.family}, {len(manifest.spec.layers)} layers, {size(found.nbytes)}")
+    click.echo(f"{artifact}: {manifest.spec.family}, {manifest.spec.depth} layers, {size(found.nbytes)}")
     click.echo(f"  from {source}  ({recipe})")
     width = max(map(len, manifest.tensors), default=0)
     for name, entry in manifest.tensors.items():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -42,7 +42,7 @@ class Unit:
         if self.segment is None:
             return [piece for row in grid for piece in row]
         whole = grid[0][self.segment]
-        return [Piece(whole.stored, whole.first + self.first, self.rows)]
+        return [replace(whole, first=whole.first + self.first * whole.step, rows=self.rows)]
 
 
 def entry_for(target: Target, recipe: Recipe) -> Entry:
@@ -50,8 +50,11 @@ def entry_for(target: Target, recipe: Recipe) -> Entry:
     stored = {piece.stored.format for row in target.pieces for piece in row}
     dtypes = {piece.stored.dtype for row in target.pieces for piece in row}
     if target.tensor.role == KEEP:
-        if len(dtypes) > 1 or any(fmt is not None and fmt.block for fmt in stored):
-            raise InputError(f"{target.name} is quantized in the source, which is not supported for this kind of tensor.")
+        if len(dtypes) > 1 or len(stored) > 1:
+            raise InputError(f"{target.name} mixes types in the source, which is not supported for this kind of tensor.")
+        fmt = stored.pop()
+        if fmt is not None and fmt.block:
+            return Entry(_file(target.name), target.tensor.shape, fmt, target.tensor.shape[-2:-1])
         _check_type(target, dtypes)
         return Entry(_file(target.name), target.tensor.shape, dtype=dtypes.pop())
     if None in stored:
@@ -78,6 +81,9 @@ def _file(name: str) -> str:
 
 def units(target: Target, entry: Entry) -> Iterator[Unit]:
     """The units of a target, of at most UNIT_ELEMENTS where a cut allows it."""
+    if entry.format is None and (len(target.tensor.shape) > 2 or sum(map(len, target.pieces)) > 1):
+        yield Unit(target, 0, len(target.pieces))  # small things: convolutions, biases of experts
+        return
     segments = entry.segments or target.tensor.shape[:1]
     columns = target.tensor.shape[-1] if len(target.tensor.shape) > 1 else 1
     size = sum(segments) * columns

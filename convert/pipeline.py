@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 
@@ -16,7 +16,7 @@ import torch
 
 from tutel_pack.artifact import MANIFEST, Entry, FileWriter, Manifest, describe_file, lay_out, write_manifest
 from tutel_pack.convert.dialects import find_weights
-from tutel_pack.convert.families import Target, find_family, match
+from tutel_pack.convert.families import Target, find_family, fit, match
 from tutel_pack.convert.headers import read_index
 from tutel_pack.convert.layout import Unit, entry_for, units
 from tutel_pack.convert.output import check_output, output_folder
@@ -93,9 +93,7 @@ def plan(model: str, recipe: Recipe, revision: str | None = None) -> Job:
         raise InputError(f"config.json in {source.name} is not a JSON object: {source.remedy}.")
     family = find_family(config)
     weights = find_weights(read_index(source), config)
-    spec = family.spec(config)
-    # A head of its own in the files counts more than what the config says of tying.
-    spec = replace(spec, tied_head=spec.tied_head and "lm_head.weight" not in weights)
+    spec = fit(family, family.spec(config), weights)
     targets, skipped = match(family, spec, weights)
     recipe.check_overrides({t.name: t.tensor.role for t in targets})
     entries = {t.name: entry_for(t, recipe) for t in targets}
@@ -187,7 +185,8 @@ def _pack(job: Job, entries: list[tuple[str, Entry]], writer: FileWriter, worker
 
 def _submit(job: Job, target: Target, entry: Entry, writer: FileWriter, workers) -> Iterator[tuple[Unit, Future]]:
     work = list(units(target, entry))
-    needs_amax = entry.format is not None and entry.format.has_global and work[0].segment is not None
+    kept = all(piece.stored.format == entry.format for row in target.pieces for piece in row)
+    needs_amax = entry.format is not None and entry.format.has_global and work[0].segment is not None and not kept
     amax = expert_amax(job.source, work) if needs_amax else {}
     rule = job.recipe.rule_for(entry.format) if entry.format else None
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tutel_pack.errors import InputError
 from tutel_pack.formats import PackedTensor
-from tutel_pack.spec import Moe, Rope
+from tutel_pack.spec import ClampedSwiglu, Moe, Rope, Swiglu
 
 BACKENDS = {"torch": "tutel_pack.kernels.torch_backend"}
 """Name -> module, imported when chosen."""
@@ -35,12 +35,14 @@ class Layout:
     lengths: S numbers; how many positions a sequence has in the cache, its new tokens included.
     tables: S int64 tensors of block ids; entry j holds the positions j·B … j·B + B − 1 (B positions to a block).
     slots: int64 [T]; where each new token is stored, block id · B + place in the block.
+    states: int64 [S]; the state slot of each sequence; None for a model that keeps no states.
     """
 
     starts: Sequence[int]
     lengths: Sequence[int]
     tables: Sequence[Tensor]
     slots: Tensor
+    states: Tensor | None = None
 
 
 def get_ops(backend: str = "auto") -> Ops:
@@ -82,52 +84,105 @@ class Ops:
         _check(x.shape[-1:] == weight.shape, "rms_norm", x, weight)
         return self._backend.rms_norm(x, weight, eps) if len(x) else x
 
-    def swiglu(self, gate: Tensor, up: Tensor) -> Tensor:
-        """silu(gate) · up, both [T, N], in float32 and rounded once -> [T, N]."""
+    def swiglu(self, gate: Tensor, up: Tensor, activation: Swiglu | ClampedSwiglu = Swiglu()) -> Tensor:
+        """The activation's formula (see spec) of gate and up, both [T, N], in float32 and rounded once -> [T, N]."""
         _check(gate.shape == up.shape, "swiglu", gate, up)
-        return self._backend.swiglu(gate, up) if len(gate) else gate
+        return self._backend.swiglu(gate, up, activation) if len(gate) else gate
 
-    def rotation(self, positions: Tensor, rope: Rope) -> tuple[Tensor, Tensor]:
-        """cosines and sines, float32 [T, rope.dim / 2] each, of the angles of positions int64 [T]."""
+    def rotation(self, positions: Tensor, rope: Rope, layout: Layout | None = None) -> tuple[Tensor, Tensor]:
+        """cosines and sines times the scaling's magnitude, float32 [T, rope.dim / 2] each, of the angles of positions
+        int64 [T].
+
+        layout: of the batch, for `spec.Dynamic`, whose frequencies depend on how many positions a token's sequence has
+        so far (keys in the cache keep the rotation they were stored with, so prefilling such a sequence beyond
+        `original` positions in chunks is not quite prefilling it at once); None takes the positions for one sequence.
+        """
         _check(positions.ndim == 1, "rotation", positions)
-        return self._backend.rotation(positions, rope)
+        return self._backend.rotation(positions, rope, layout)
 
-    def rope(self, x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
-        """The pairs (i, i + dim/2) of x [T, heads, D] turned by `rotation`, in float32 and rounded once; the dimensions
-        from `dim` on stay."""
+    def rope(self, x: Tensor, rotation: tuple[Tensor, Tensor], interleaved: bool = False) -> Tensor:
+        """The pairs (i, i + dim/2) of x [T, heads, D], or if interleaved (2i, 2i + 1), turned by `rotation`, in float32
+        and rounded once; the dimensions from `dim` on stay."""
         cos, sin = rotation
         fits = x.ndim == 3 and cos.shape == sin.shape == (len(x), cos.shape[1]) and 2 * cos.shape[1] <= x.shape[2]
         _check(fits, "rope", x, cos, sin)
-        return self._backend.rope(x, rotation) if len(x) else x
+        return self._backend.rope(x, rotation, interleaved) if len(x) else x
 
     def attention(
-        self, q: Tensor, keys: Tensor, values: Tensor, layout: Layout, window: int | None = None
-    ) -> Tensor:
-        """Causal attention of q [T, heads, D] over a paged cache -> [T, heads, D], softmax scale D^−½.
+        self, q: Tensor, keys: Tensor, values: Tensor, layout: Layout, window: int | None = None,
+        scale: float | None = None, sinks: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        """Causal attention of q [T, heads, D] over a paged cache -> [T, heads, D].
 
         keys, values: [blocks, B, kv_heads, D], the new tokens' among them; query head h reads head h · kv_heads/heads.
         window: a query sees itself and the window − 1 positions before it; None sees all.
+        scale: of the logits; None is D^−½.
+        sinks: [heads], one more logit of every softmax of that head, whose share is dropped.
         """
         *_, kv_heads, head_dim = keys.shape
         fits = q.ndim == 3 and q.shape[2] == head_dim and q.shape[1] % kv_heads == 0 and layout.starts[-1] == len(q)
-        _check(fits and keys.shape == values.shape, "attention", q, keys, values)
-        return self._backend.attention(q, keys, values, layout, window) if len(q) else q
+        fits = fits and keys.shape == values.shape and (sinks is None or sinks.shape == q.shape[1:2])
+        _check(fits, "attention", q, keys, values, sinks)
+        return self._backend.attention(q, keys, values, layout, window, scale, sinks) if len(q) else q
 
-    def route(self, logits: Tensor, spec: Moe) -> tuple[Tensor, Tensor]:
-        """logits [T, E] -> ids int64 [T, k], weights float32 [T, k], the largest weight first; see `spec.Moe`."""
-        _check(logits.shape[1:] == (spec.experts,), "route", logits)
-        return self._backend.route(logits, spec)
+    def latent_attention(
+        self, q: Tensor, entries: Tensor, up: Tensor, layout: Layout, scale: float,
+        picks: Sequence[Tensor | None] | None = None,
+    ) -> Tensor:  # fmt: skip
+        """Causal attention of q [T, heads, nope + D] over a paged cache of latents -> [T, heads, v].
 
-    def moe(self, x: Tensor, ids: Tensor, weights: Tensor, gate_up: Weight, down: Weight) -> Tensor:
-        """Σ over k of weights · down[id] · swiglu(gate_up[id] · x), summed in float32 in the order of k -> [T, H].
+        entries: [blocks, B, R + D], the new tokens' among them: a latent of rank R, then D dimensions of a key that all
+        heads share. up: [heads, nope + v, R] of C makes the first nope dimensions of a head's keys and its values of
+        latents. scale: of the logits.
+        picks: as of top_positions; a query sees only those of its picks that are not behind it.
+        """
+        heads, made, rank = up.shape
+        shared = entries.shape[-1] - rank
+        fits = q.ndim == 3 and entries.ndim == 3 and q.shape[1] == heads and 0 < q.shape[2] - shared < made
+        _check(fits and shared >= 0 and layout.starts[-1] == len(q), "latent_attention", q, entries, up)
+        _check(not picks or len(picks) == len(layout.tables), "latent_attention", q, entries, up)
+        if not len(q):
+            return q.new_empty(0, heads, made - (q.shape[2] - shared))
+        return self._backend.latent_attention(q, entries, up, layout, scale, picks)
+
+    def top_positions(
+        self, q: Tensor, weights: Tensor, keys: Tensor, layout: Layout, top_k: int
+    ) -> Sequence[Tensor | None]:
+        """For every sequence int64 [its new tokens, top_k]: the positions of the largest Σ_h weights_h · relu(q_h · key)
+        in float32, those behind the query last; None where it has no more than top_k positions, or no new tokens.
+
+        q [T, heads, D], weights float32 [T, heads], keys [blocks, B, D], the new tokens' among them.
+        """
+        fits = q.ndim == keys.ndim == 3 and weights.shape == q.shape[:2] and q.shape[2] == keys.shape[2]
+        _check(fits and layout.starts[-1] == len(q), "top_positions", q, weights, keys)
+        return self._backend.top_positions(q, weights, keys, layout, top_k)
+
+    def route(self, logits: Tensor, spec: Moe, correction: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """logits [T, E], their bias included -> ids int64 [T, k], weights float32 [T, k]; see `spec.Router`.
+
+        correction: [E], added to the scores for the choice. The largest sum comes first.
+        """
+        fits = logits.shape[1:] == (spec.experts,) and (correction is None or correction.shape == (spec.experts,))
+        _check(fits and (correction is not None) == spec.router.correction, "route", logits, correction)
+        return self._backend.route(logits, spec, correction)
+
+    def moe(
+        self, x: Tensor, ids: Tensor, weights: Tensor, gate_up: Weight, down: Weight,
+        activation: Swiglu | ClampedSwiglu = Swiglu(),
+        gate_up_bias: Tensor | None = None, down_bias: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        """Σ over k of weights · (down[id] · activation(gate_up[id] · x + gate_up_bias[id]) + down_bias[id]), summed in
+        float32 in the order of k -> [T, H].
 
         x [T, H], ids int64 [T, k] in −1 … E − 1, weights float32 [T, k], gate_up [E, 2I, H] (gate rows first), down
-        [E, H, I]. An id of −1 contributes nothing, whatever its weight.
+        [E, H, I], gate_up_bias [E, 2I], down_bias [E, H]. An id of −1 contributes nothing, whatever its weight.
         """
         experts, h, i = down.shape
         _check(x.shape[1:] == (h,) and gate_up.shape == (experts, 2 * i, h), "moe", x, gate_up, down)
         _check(ids.shape == weights.shape == (len(x), ids.shape[-1]), "moe", x, ids, weights)
-        return self._backend.moe(x, ids, weights, gate_up, down) if len(x) else x
+        _check(gate_up_bias is None or gate_up_bias.shape == (experts, 2 * i), "moe", gate_up, gate_up_bias)
+        _check(down_bias is None or down_bias.shape == (experts, h), "moe", down, down_bias)
+        return self._backend.moe(x, ids, weights, gate_up, down, activation, gate_up_bias, down_bias) if len(x) else x
 
 
 def _check(fits: bool, op: str, *arguments: Weight | None) -> None:

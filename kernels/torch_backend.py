@@ -6,6 +6,7 @@ does not grow with the model.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import torch
@@ -14,14 +15,18 @@ from torch import Tensor
 
 from tutel_pack.formats import PackedTensor
 from tutel_pack.kernels.ops import Layout, Weight
+from tutel_pack.kernels.torch_latent import latent_attention, top_positions
 from tutel_pack.quant.codec import decode
-from tutel_pack.spec import Moe, Rope
+from tutel_pack.spec import ClampedSwiglu, Dynamic, Linear, Llama3, Moe, Rope, Swiglu, Yarn
 
 _TILE = 1 << 20
 """Elements of a weight decoded at a time: few enough for a processor's cache, enough to keep a product busy."""
 
 _QUERIES = 512
 """Rows of a mask: queries attended to at a time, times the query heads that share a key head."""
+
+_MASK = 1 << 26
+"""Elements of a mask that differs between heads, as sinks make it."""
 
 
 def linear(x: Tensor, w: Weight, bias: Tensor | None) -> Tensor:
@@ -79,38 +84,106 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return y.mul_(weight).to(x.dtype)
 
 
-def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    return F.silu(gate.float()).mul_(up).to(gate.dtype)
+def swiglu(gate: Tensor, up: Tensor, activation: Swiglu | ClampedSwiglu) -> Tensor:
+    g, u = gate.float(), up.float()
+    if isinstance(activation, Swiglu):
+        return F.silu(g).mul_(u).to(gate.dtype)
+    g, u = g.clamp(max=activation.limit), u.clamp(-activation.limit, activation.limit)
+    return (g * torch.sigmoid(activation.alpha * g) * (u + activation.shift)).to(gate.dtype)
 
 
-def rotation(positions: Tensor, rope: Rope) -> tuple[Tensor, Tensor]:
+def rotation(positions: Tensor, rope: Rope, layout: Layout | None) -> tuple[Tensor, Tensor]:
     # On the host for every device: a last bit of a frequency becomes 10⁻³ radians at position 32768.
-    frequencies = 1.0 / rope.theta ** (torch.arange(0, rope.dim, 2, dtype=torch.float32) / rope.dim)
+    if isinstance(rope.scaling, Dynamic):
+        frequencies = _dynamic_frequencies(positions, rope, layout)
+    else:
+        frequencies = _frequencies(rope)[None]
     angles = positions.float()[:, None] * frequencies.to(positions.device)
-    return angles.cos(), angles.sin()
+    magnitude = rope.scaling.magnitude if isinstance(rope.scaling, Yarn) else 1.0
+    return angles.cos() * magnitude, angles.sin() * magnitude
 
 
-def rope(x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
+def _dynamic_frequencies(positions: Tensor, rope: Rope, layout: Layout | None) -> Tensor:
+    """float32 [T, dim/2]: those of each token's sequence at its present length."""
+    if layout is None:
+        counts, lengths = [len(positions)], [int(positions.max()) + 1 if len(positions) else 0]
+    else:
+        counts, lengths = [b - a for a, b in zip(layout.starts, layout.starts[1:])], layout.lengths
+    return torch.cat([_frequencies(rope, length).expand(count, -1) for count, length in zip(counts, lengths)])
+
+
+def _frequencies(rope: Rope, length: int = 0) -> Tensor:
+    """float32 [dim/2] for a sequence of `length` positions, in the order of operations of transformers, whose last bit
+    is what models were trained and are judged with."""
+    scaling, theta = rope.scaling, rope.theta
+    if isinstance(scaling, Dynamic):
+        length = torch.tensor(max(length, scaling.original))
+        growth = scaling.factor * length / scaling.original - (scaling.factor - 1)
+        theta = theta * growth ** (rope.dim / (rope.dim - 2))
+    turns = theta ** (torch.arange(0, rope.dim, 2, dtype=torch.float32) / rope.dim)
+    frequencies = 1.0 / turns
+    if isinstance(scaling, Linear):
+        return frequencies / scaling.factor
+    if isinstance(scaling, Yarn):
+        keep = 1 - _yarn_ramp(rope, scaling)
+        return 1.0 / (scaling.factor * turns) * (1 - keep) + frequencies * keep
+    return _llama3_bands(frequencies, scaling) if isinstance(scaling, Llama3) else frequencies
+
+
+def _yarn_ramp(rope: Rope, yarn: Yarn) -> Tensor:
+    """float32 [dim/2]: 0 where a dimension's frequency stays, 1 where it is divided (arXiv 2309.00071 §3.2)."""
+
+    def dimension(turns: float) -> float:
+        """The dimension that turns so many times over the original context."""
+        return rope.dim * math.log(yarn.original / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
+
+    low, high = dimension(yarn.beta_fast), dimension(yarn.beta_slow)
+    if yarn.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, rope.dim - 1)
+    high = high + 0.001 if low == high else high
+    return ((torch.arange(rope.dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
+
+
+def _llama3_bands(frequencies: Tensor, scaling: Llama3) -> Tensor:
+    wavelengths = 2 * math.pi / frequencies
+    smooth = (scaling.original / wavelengths - scaling.low) / (scaling.high - scaling.low)
+    between = (1 - smooth) * frequencies / scaling.factor + smooth * frequencies
+    long, short = wavelengths > scaling.original / scaling.low, wavelengths < scaling.original / scaling.high
+    return torch.where(long, frequencies / scaling.factor, torch.where(short, frequencies, between))
+
+
+def rope(x: Tensor, rotation: tuple[Tensor, Tensor], interleaved: bool) -> Tensor:
     cos, sin = (r[:, None] for r in rotation)
-    half = cos.shape[-1]
-    a, b, rest = x[..., :half].float(), x[..., half : 2 * half].float(), x[..., 2 * half :]
-    return torch.cat([(a * cos - b * sin).to(x.dtype), (b * cos + a * sin).to(x.dtype), rest], dim=-1)
+    dim = 2 * cos.shape[-1]
+    turned = x[..., :dim].float()
+    a, b = (turned[..., 0::2], turned[..., 1::2]) if interleaved else turned.chunk(2, dim=-1)
+    pair = a * cos - b * sin, b * cos + a * sin
+    turned = torch.stack(pair, dim=-1).flatten(-2) if interleaved else torch.cat(pair, dim=-1)
+    return torch.cat([turned.to(x.dtype), x[..., dim:]], dim=-1)
 
 
-def attention(q: Tensor, keys: Tensor, values: Tensor, layout: Layout, window: int | None) -> Tensor:
+def attention(
+    q: Tensor, keys: Tensor, values: Tensor, layout: Layout, window: int | None,
+    scale: float | None, sinks: Tensor | None,
+) -> Tensor:  # fmt: skip
     out = torch.empty_like(q)
     for s, table in enumerate(layout.tables):
         new = slice(layout.starts[s], layout.starts[s + 1])
         if new.start < new.stop:
             k, v = keys[table].flatten(0, 1), values[table].flatten(0, 1)
-            _attend(q[new], k, v, layout.lengths[s] - (new.stop - new.start), window, out[new])
+            _attend(q[new], k, v, layout.lengths[s] - (new.stop - new.start), window, scale, sinks, out[new])
     return out
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, past: int, window: int | None, out: Tensor) -> None:
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, past: int, window: int | None,
+    scale: float | None, sinks: Tensor | None, out: Tensor,
+) -> None:  # fmt: skip
     """Attention of one sequence: query i stands at position past + i, key j at position j; out is like q."""
     shared = q.shape[1] // k.shape[1]
-    step = max(1, _QUERIES // shared)
+    rows = _QUERIES if sinks is None else min(_QUERIES, _MASK // (k.shape[1] * len(k)))
+    step = max(1, rows // shared)
     for first in range(0, len(q), step):
         last = min(first + step, len(q))
         low = 0 if window is None else max(0, past + first - window + 1)
@@ -119,7 +192,10 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, past: int, window: int | None, out:
         rows = q[first:last].unflatten(1, (-1, shared)).transpose(0, 1).flatten(1, 2)
         mask = _mask(past + first, past + last, low, window, shared, q.device)
         keys, values = (t[seen].transpose(0, 1) for t in (k, v))
-        heads = F.scaled_dot_product_attention(rows[None], keys[None], values[None], mask)
+        if sinks is not None:
+            keys, values = (F.pad(t, (0, 0, 1, 0)) for t in (keys, values))
+            mask = _sink_mask(mask, sinks.to(q.dtype), rows, keys)
+        heads = F.scaled_dot_product_attention(rows[None], keys[None], values[None], mask, scale=scale)
         out[first:last] = heads[0].unflatten(1, (-1, shared)).transpose(0, 1).flatten(1, 2)
 
 
@@ -133,12 +209,51 @@ def _mask(first: int, last: int, low: int, window: int | None, shared: int, devi
     return key <= query if window is None else (key <= query) & (key > query - window)
 
 
-def route(logits: Tensor, spec: Moe) -> tuple[Tensor, Tensor]:
-    weights, ids = torch.topk(torch.softmax(logits.float(), dim=-1), spec.top_k, dim=-1)
-    return ids, weights / weights.sum(-1, keepdim=True) if spec.renormalize else weights
+def _sink_mask(mask: Tensor | None, sinks: Tensor, rows: Tensor, keys: Tensor) -> Tensor:
+    """[kv_heads, rows, keys] to be added to logits, from `_mask`'s of all keys but the first. That one and its value
+    are zeros, so that it takes the share of a softmax that a sink does, and adds nothing."""
+    bias = sinks.new_zeros(len(keys), rows.shape[1], keys.shape[1])
+    bias[..., 0] = sinks.view(len(keys), -1).repeat(1, rows.shape[1] * len(keys) // len(sinks))
+    if mask is not None:
+        bias[..., 1:].masked_fill_(~mask, -math.inf)
+    return bias
 
 
-def moe(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Weight, down: Weight) -> Tensor:
+_SCORES = {
+    "softmax": lambda logits: torch.softmax(logits, dim=-1),
+    "sigmoid": torch.sigmoid,
+    "sqrtsoftplus": lambda logits: F.softplus(logits).sqrt(),
+    "softmax_chosen": lambda logits: logits,
+}
+
+
+def route(logits: Tensor, spec: Moe, correction: Tensor | None) -> tuple[Tensor, Tensor]:
+    router = spec.router
+    scores = _SCORES[router.score](logits.float())
+    choice = scores if correction is None else scores + correction
+    if router.top_groups < router.groups:
+        choice = _within_groups(choice, router.groups, router.top_groups)
+    ids = torch.topk(choice, spec.top_k, dim=-1).indices
+    weights = scores.gather(-1, ids)
+    if router.score == "softmax_chosen":
+        weights = torch.softmax(weights, dim=-1)
+    if router.renormalize:
+        weights = weights / weights.sum(-1, keepdim=True).clamp(min=router.epsilon)
+    return ids, weights * router.scale
+
+
+def _within_groups(choice: Tensor, groups: int, top_groups: int) -> Tensor:
+    """choice [T, E] with −∞ outside the groups whose two best sum to most."""
+    grouped = choice.unflatten(-1, (groups, -1))
+    best = grouped.topk(min(2, grouped.shape[-1]), dim=-1).values.sum(-1).topk(top_groups, dim=-1).indices
+    kept = torch.zeros(grouped.shape[:-1], dtype=torch.bool, device=choice.device).scatter_(-1, best, True)
+    return grouped.masked_fill(~kept[..., None], -math.inf).flatten(-2)
+
+
+def moe(
+    x: Tensor, ids: Tensor, weights: Tensor, gate_up: Weight, down: Weight, activation: Swiglu | ClampedSwiglu,
+    gate_up_bias: Tensor | None, down_bias: Tensor | None,
+) -> Tensor:  # fmt: skip
     k = ids.shape[1]
     flat = ids.flatten()
     order = torch.argsort(flat, stable=True)
@@ -149,7 +264,9 @@ def moe(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Weight, down: Weight) 
     for e, count in enumerate(counts):
         if count:
             places = order[start : start + count]
-            pieces[places] = _expert(x[places // k], _matrix(gate_up, e), _matrix(down, e))
+            inner = linear(x[places // k], _matrix(gate_up, e), _row(gate_up_bias, e))
+            inner = swiglu(*inner.chunk(2, dim=-1), activation)
+            pieces[places] = linear(inner, _matrix(down, e), _row(down_bias, e))
             start += count
     return _weighted_sum(pieces.view(-1, k, x.shape[1]), weights.masked_fill(ids < 0, 0))
 
@@ -158,9 +275,8 @@ def _matrix(w: Weight, e: int) -> Weight:
     return w.expert(e) if isinstance(w, PackedTensor) else w[e]
 
 
-def _expert(x: Tensor, gate_up: Weight, down: Weight) -> Tensor:
-    gate, up = linear(x, gate_up, None).chunk(2, dim=-1)
-    return linear(swiglu(gate, up), down, None)
+def _row(bias: Tensor | None, e: int) -> Tensor | None:
+    return None if bias is None else bias[e]
 
 
 def _weighted_sum(pieces: Tensor, weights: Tensor) -> Tensor:

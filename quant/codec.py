@@ -14,9 +14,11 @@ from torch import Tensor
 
 from tutel_pack.errors import InputError
 from tutel_pack.formats import Format, PackedTensor
-from tutel_pack.quant import fp8, mxfp4, nvfp4, plain
+from tutel_pack.quant import fp8, int4, mxfp4, nvfp4, plain
 
-CODECS: dict[str, ModuleType] = {"fp8": fp8, "mxfp4": mxfp4, "nvfp4": nvfp4, "bf16": plain, "f16": plain, "f32": plain}
+CODECS: dict[str, ModuleType] = {
+    "fp8": fp8, "mxfp4": mxfp4, "nvfp4": nvfp4, "int4": int4, "bf16": plain, "f16": plain, "f32": plain,
+}  # fmt: skip
 
 _TILE = 1 << 17
 """Elements worked on at a time: what is computed from them stays in a core's cache. Operations are so short that
@@ -48,8 +50,11 @@ class NonFiniteError(ValueError):
 
 
 def scale_rule(fmt: Format, rule: str | None) -> str:
-    """The rule to use for a format: its default where `rule` is None. InputError lists the known ones."""
+    """The rule to use for a format: its default where `rule` is None. InputError lists the known ones, and for a format
+    that nothing is encoded to."""
     rules = CODECS[fmt.name].RULES
+    if not rules:
+        raise InputError(f"Nothing can be packed to {fmt.name}: it is kept where the source has it; choose fp8, mxfp4 or nvfp4.")
     if rule is not None and rule not in rules:
         raise InputError(f"{fmt.name} has no scale rule {rule!r}: choose one of {', '.join(rules)}.")
     return rule or rules[0]

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from tutel_pack.formats import PackedTensor
+from tutel_pack.quant.mxfp4 import e8m0
 from tutel_pack.quant.rounding import Sums, round_, tree_sum_
 
 RULES = ("amax", "lsq")
@@ -104,11 +105,13 @@ class _BlockSearch:
 
 
 def decode_tile(tile: PackedTensor, dtype: torch.dtype) -> Tensor:
-    """[n, K] values of a tile."""
+    """[n, K] values of a tile, of any block geometry and with float32 or e8m0 scales."""
     rows, columns = tile.format.block
     n, k = tile.shape
-    scale = tile.scale.repeat_interleave(columns, dim=1)[:, :k]
-    if len(scale) > 1:
+    scale = e8m0(tile.scale) if tile.format.scale_dtype == torch.uint8 else tile.scale
+    if scale.shape[1] > 1:
+        scale = scale.repeat_interleave(columns, dim=1)[:, :k]
+    if len(scale) > 1 and rows > 1:
         scale = scale.repeat_interleave(rows, dim=0)[:n]
     return widen(tile.data).mul_(scale).to(dtype)
 

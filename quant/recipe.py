@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from tutel_pack.errors import InputError
 from tutel_pack.formats import Format, get_format
 from tutel_pack.quant.codec import CODECS, scale_rule
-from tutel_pack.tensors import EXPERTS, KEEP
+from tutel_pack.tensors import EXPERTS, KEEP, SHARED
 
 SOURCE = "source"
 FORMAT_CHOICES = ("fp8", "mxfp4", "nvfp4", "bf16", SOURCE)
@@ -45,7 +45,7 @@ class Recipe:
         if role == KEEP:
             return None
         wanted = next((fmt for pattern, fmt in reversed(self.overrides) if re.search(pattern, name)), None)
-        wanted = wanted or (self.fmt if role == EXPERTS else self._rest())
+        wanted = wanted or (self.fmt if role in (EXPERTS, SHARED) else self._rest())
         # What is in the wanted format already is passed through, in its own block geometry.
         return source if wanted in (SOURCE, source.name) else get_format(wanted)
 

@@ -18,6 +18,7 @@ class Batch:
     block_tables: S lists of cache block ids; entry j of a list holds the sequence's positions j·B … j·B + B − 1 (B is
         the cache's block size) and the list covers every position up to the sequence's last new token.
     rows: int64 [R], the tokens whose logits are wanted.
+    slots: S state slots of the cache; may be empty for a model that keeps no states.
     """
 
     tokens: Tensor
@@ -25,10 +26,17 @@ class Batch:
     starts: tuple[int, ...]
     block_tables: tuple[Sequence[int], ...]
     rows: Tensor
+    slots: tuple[int, ...] = ()
 
     @classmethod
     def build(
-        cls, new: Sequence[Sequence[int]], past: Sequence[int], block_tables: Sequence[Sequence[int]], device="cpu", all_rows=False
+        cls,
+        new: Sequence[Sequence[int]],
+        past: Sequence[int],
+        block_tables: Sequence[Sequence[int]],
+        device="cpu",
+        all_rows=False,
+        slots: Sequence[int] = (),
     ) -> Batch:
         """From the new token ids of each sequence and how many tokens each has in the cache already.
 
@@ -40,4 +48,5 @@ class Batch:
         tokens = torch.tensor([t for ids in new for t in ids], dtype=torch.int64)
         positions = torch.cat([torch.arange(p, p + len(ids)) for p, ids in zip(past, new)])
         rows = torch.arange(len(tokens)) if all_rows else torch.tensor(starts[1:]) - 1
-        return cls(tokens.to(device), positions.to(device), tuple(starts), tuple(block_tables), rows.to(device))
+        tables = tuple(block_tables)
+        return cls(tokens.to(device), positions.to(device), tuple(starts), tables, rows.to(device), tuple(slots))

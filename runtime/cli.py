@@ -142,6 +142,21 @@ def chat(artifact, system, device, dtype, backend, quiet, **sampling):
             history = _answer(model, [*history, {"role": "user", "content": line}], system, sampling, terminal, quiet)
 
 
+@main.command()
+@click.argument("artifact", required=False, metavar="[ARTIFACT]", type=click.Path(path_type=Path))
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def doctor(artifact, as_json):
+    """Say what this machine has, and which path an artifact takes on it."""
+    from tutel_pack.runtime.doctor import facts
+
+    found = facts(artifact)
+    if as_json:
+        return click.echo(json.dumps(found))
+    width = max(map(len, found))
+    for name, value in found.items():
+        click.echo(f"{name:<{width}}  {', '.join(value) if isinstance(value, list) else value}")
+
+
 def _artifact_and_prompt(words: tuple[str, ...]) -> tuple[str | None, str]:
     if len(words) > 2:
         raise click.UsageError(f"Expected an artifact and a prompt, got {len(words)} words: put the prompt in quotes.")
@@ -172,10 +187,14 @@ def _load(artifact: str | None, quiet: bool, sampling: dict, device: str, dtype:
 
     from tutel_pack import load_packed
     from tutel_pack.runtime.defaults import sampling_params
+    from tutel_pack.spec import GENERAL
 
     with _option_names():
         sampling_params(folder, **sampling)
-    return load_packed(folder, device=device, dtype=dtype and getattr(torch, dtype), backend=backend)
+    model = load_packed(folder, device=device, dtype=dtype and getattr(torch, dtype), backend=backend)
+    if model.path == GENERAL and not quiet:
+        click.echo("Note: this architecture runs through its transformers module, which is slower.", err=True)
+    return model
 
 
 @contextmanager

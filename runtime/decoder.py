@@ -11,15 +11,23 @@ from tutel_pack.kernels.ops import Layout, Ops, Weight, get_ops
 from tutel_pack.runtime.attention import GroupedQueryAttention
 from tutel_pack.runtime.batch import Batch
 from tutel_pack.runtime.cache import PagedCache
+from tutel_pack.runtime.delta_net import GatedDeltaNet
+from tutel_pack.runtime.mla import LatentAttention
 from tutel_pack.runtime.moe import DenseBlock, MoeBlock
+from tutel_pack.runtime.shared import Shared
 from tutel_pack.runtime.weights import Weights
-from tutel_pack.spec import ModelSpec, Moe, Rope
+from tutel_pack.spec import Attention, DeltaNet, Mla, ModelSpec, Moe, Rope
+from tutel_pack.tensors import layer_names
+
+
+ATTENTION = {Attention: GroupedQueryAttention, Mla: LatentAttention, DeltaNet: GatedDeltaNet}
+"""Which block runs which kind of attention."""
 
 
 class Decoder:
     """A model with its weights, packed as they come.
 
-    weights: canonical name (the parameter names of transformers' Qwen3MoeForCausalLM) -> Tensor or PackedTensor.
+    weights: canonical name (see tutel_pack.tensors) -> Tensor or PackedTensor.
     dtype: of activations and the cache.  backend: see kernels.ops.get_ops.
     InputError if a weight's shape is not what the spec says.
     """
@@ -34,16 +42,18 @@ class Decoder:
     ):
         self.spec, self.device, self.dtype = spec, torch.device(device), dtype
         self._ops = get_ops(backend)
-        take = Weights(weights, spec, self.device)
+        take = Weights(weights, spec, self.device, dtype)
         self._embedding = take("model.embed_tokens.weight")
         self._layers = [_DecoderLayer(spec, i, take, self._ops) for i in range(len(spec.layers))]
-        self._norm = take("model.norm.weight")
+        self._norm = take.norm("model.norm.weight")
         self._head = self._embedding if spec.tied_head else take("lm_head.weight")
 
     def new_cache(self, blocks: int, block_size: int = 64) -> PagedCache:
         """An empty cache for blocks · block_size tokens. ResourceError if the device lacks the memory."""
-        heads = [(layer.attention.kv_heads, layer.attention.head_dim) for layer in self.spec.layers]
-        return PagedCache(heads, blocks, block_size, self.device, self.dtype)
+        kinds = [layer.attention for layer in self.spec.layers]
+        shapes = [ATTENTION[type(kind)].cached(kind) for kind in kinds]
+        states = [GatedDeltaNet.states(kind, self.dtype) if isinstance(kind, DeltaNet) else {} for kind in kinds]
+        return PagedCache(shapes, blocks, block_size, self.device, self.dtype, states)
 
     @torch.no_grad()
     def forward(self, batch: Batch, cache: PagedCache, hidden: bool = False) -> Tensor | tuple[Tensor, Tensor]:
@@ -53,31 +63,37 @@ class Decoder:
         last norm, of every token. Token ids must be in 0 … vocab − 1.
         """
         layout = cache.layout(batch)
-        ropes = {layer.attention.rope for layer in self.spec.layers}
-        rotations = {rope: self._ops.rotation(batch.positions, rope) for rope in ropes}
-        x = self._ops.embedding(batch.tokens, self._embedding, self.dtype)
+        rotations = Shared(batch.positions, layout, self._ops)
+        x = _scaled(self._ops.embedding(batch.tokens, self._embedding, self.dtype), self.spec.embedding_scale)
         for layer in self._layers:
             x = layer(x, cache, layout, rotations)
         x = self._ops.rms_norm(x, self._norm, self.spec.norm_eps)
         # In float32: among logits rounded to bfloat16 the largest is often shared, and the choice then arbitrary.
-        logits = self._ops.linear(x[batch.rows].float(), self._head)
+        logits = _scaled(self._ops.linear(x[batch.rows].float(), self._head), self.spec.logit_scale)
         return (logits, x) if hidden else logits
 
 
 class _DecoderLayer:
-    """x + attention(norm(x)), then x + feed-forward(norm(x))."""
+    """x + scale · attention(norm(x)), then x + scale · feed-forward(norm(x))."""
 
     def __init__(self, model: ModelSpec, index: int, weights: Weights, ops: Ops):
-        self._ops, self._eps = ops, model.norm_eps
+        self._ops, self._eps, self._scale = ops, model.norm_eps, model.residual_scale
         spec, prefix = model.layers[index], f"model.layers.{index}."
-        self._input_norm = weights(prefix + "input_layernorm.weight")
-        self._attention = GroupedQueryAttention(spec.attention, index, model.norm_eps, weights, ops)
-        self._post_norm = weights(prefix + "post_attention_layernorm.weight")
-        routed = isinstance(spec.mlp, Moe)
-        self._mlp = MoeBlock(spec.mlp, index, weights, ops) if routed else DenseBlock(index, weights, ops)
+        self._input_norm = weights.norm(prefix + "input_layernorm.weight")
+        self._attention = ATTENTION[type(spec.attention)](spec.attention, index, model.norm_eps, weights, ops)
+        self._post_norm = weights.norm(prefix + "post_attention_layernorm.weight")
+        if isinstance(spec.mlp, Moe):
+            self._mlp = MoeBlock(spec.mlp, prefix, layer_names(model), weights, ops)
+        else:
+            self._mlp = DenseBlock(spec.mlp, prefix + "mlp", weights, ops)
 
     def __call__(
         self, x: Tensor, cache: PagedCache, layout: Layout, rotations: dict[Rope, tuple[Tensor, Tensor]]
     ) -> Tensor:
-        x = x + self._attention(self._ops.rms_norm(x, self._input_norm, self._eps), cache, layout, rotations)
-        return x + self._mlp(self._ops.rms_norm(x, self._post_norm, self._eps))
+        attended = self._attention(self._ops.rms_norm(x, self._input_norm, self._eps), cache, layout, rotations)
+        x = x + _scaled(attended, self._scale)
+        return x + _scaled(self._mlp(self._ops.rms_norm(x, self._post_norm, self._eps)), self._scale)
+
+
+def _scaled(x: Tensor, scale: float) -> Tensor:
+    return x if scale == 1.0 else x * scale

@@ -99,7 +99,8 @@ def chat(model, messages, *, system: str | None = None, stream: bool = False, **
 
 @dataclass(eq=False)
 class _Sequence:
-    """limit: tokens of prompt and answer at most.  done: tokens that are in the cache, at `blocks`."""
+    """limit: tokens of prompt and answer at most.  done: tokens that are in the cache, at `blocks` and in the states at
+    `slot`, which only an active sequence has."""
 
     index: int
     tokens: list[int]
@@ -109,6 +110,7 @@ class _Sequence:
     text: TextStream
     done: int = 0
     blocks: list[int] = field(default_factory=list)
+    slot: int | None = None
     pieces: list[str] = field(default_factory=list)
     times: list[float] = field(default_factory=list)
     """Of the start, of the first token, of the last one."""
@@ -178,8 +180,8 @@ class Engine:
             self._extend(s)
         self._admit()
         batch = self._next_tokens()
-        new, past, tables = zip(*((new, s.done, s.blocks) for s, new in batch))
-        logits = self._decoder.forward(Batch.build(new, past, tables, self._decoder.device), self._cache)
+        new, past, tables, slots = zip(*((new, s.done, s.blocks, s.slot) for s, new in batch))
+        logits = self._decoder.forward(Batch.build(new, past, tables, self._decoder.device, slots=slots), self._cache)
         for s, new in batch:
             s.done += len(new)
         ready = [row for row, (s, _) in enumerate(batch) if s.done == len(s.tokens)]
@@ -206,11 +208,21 @@ class Engine:
             need = self._count(len(s.tokens))
             if not self._active and (self._cache is None or need > self._cache.free_blocks):
                 self._grow()
-            if need > self._cache.free_blocks:
+            if need > self._cache.free_blocks or not self._take_slot(s):
                 return
             s.blocks = self._cache.allocate(need)
             s.times = s.times or [time.perf_counter()]
             self._active.append(self._waiting.popleft())
+
+    def _take_slot(self, s: _Sequence) -> bool:
+        """Whether there is one for its states. ResourceError if there is none although nobody else is active."""
+        try:
+            s.slot = self._cache.allocate_slot()
+        except ResourceError:
+            if not self._active:
+                raise
+            return False
+        return True
 
     def _next_tokens(self) -> list[tuple[_Sequence, list[int]]]:
         """What each sequence runs in this step.
@@ -234,7 +246,8 @@ class Engine:
 
     def _release(self, s: _Sequence) -> None:
         self._cache.free(s.blocks)
-        s.blocks = []
+        self._cache.free_slot(s.slot)
+        s.blocks, s.slot = [], None
         self._active.remove(s)
 
     def _grow(self) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 from functools import cached_property
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -13,7 +15,8 @@ from tutel_pack.artifact import Artifact
 from tutel_pack.errors import InputError, ResourceError
 from tutel_pack.runtime.batch import Batch
 from tutel_pack.runtime.decoder import Decoder
-from tutel_pack.spec import ModelSpec
+from tutel_pack.runtime.general import GeneralDecoder
+from tutel_pack.spec import GENERAL, General, ModelSpec
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 """What can be computed in."""
@@ -44,11 +47,28 @@ def load_packed(
         raise InputError(f"Cannot compute in {dtype}: choose one of {', '.join(map(str, DTYPES))}.")
     artifact, device = Artifact(path), _device(device)
     try:
-        decoder = Decoder(artifact.spec, artifact.load, device, dtype, backend)
+        decoder = _decoder(artifact, device, dtype, backend)
     except torch.OutOfMemoryError as e:
         raise ResourceError(f"{path} ({artifact.nbytes / 1e9:.1f} GB) does not fit into the memory of {device}.") from e
-    _log.info("loaded %s on %s, computing in %s", path, device, dtype)
-    return PackedModel(artifact, decoder)
+    model = PackedModel(artifact, decoder)
+    _log.info("loaded %s on %s by the %s path, computing in %s", path, device, model.path, dtype)
+    return model
+
+
+def _decoder(artifact: Artifact, device: torch.device, dtype: torch.dtype, backend: str) -> Decoder | GeneralDecoder:
+    if not isinstance(artifact.spec, General):
+        return Decoder(artifact.spec, artifact.load, device, dtype, backend)
+    return GeneralDecoder(artifact.spec, _config(artifact.path), artifact.load, device, dtype, backend)
+
+
+def _config(folder: Path) -> dict:
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as e:
+        raise InputError(f"config.json in {folder} cannot be read ({e}): convert again.") from e
+    if not isinstance(config, dict):
+        raise InputError(f"config.json in {folder} is not a JSON object: convert again.")
+    return config
 
 
 def _device(device: torch.device | str) -> torch.device:
@@ -69,12 +89,17 @@ class PackedModel:
     artifact: the opened artifact.  decoder: the model itself, for ragged batches and caches that outlive a call.
     """
 
-    def __init__(self, artifact: Artifact, decoder: Decoder):
+    def __init__(self, artifact: Artifact, decoder: Decoder | GeneralDecoder):
         self.artifact, self.decoder = artifact, decoder
 
     @property
-    def spec(self) -> ModelSpec:
+    def spec(self) -> ModelSpec | General:
         return self.decoder.spec
+
+    @property
+    def path(self) -> str:
+        """"native", or "general" for a model that runs through its transformers module, which is slower."""
+        return GENERAL if isinstance(self.spec, General) else "native"
 
     @property
     def device(self) -> torch.device:
@@ -111,11 +136,11 @@ class PackedModel:
         if not logits.numel():
             return logits
         cache = self.decoder.new_cache(rows, block_size=length)
-        tables = [cache.allocate(1) for _ in range(rows)]
+        tables, slots = [cache.allocate(1) for _ in range(rows)], [cache.allocate_slot() for _ in range(rows)]
         step = max(1, _STEP_TOKENS // rows)
         for start in range(0, length, step):
             new = input_ids[:, start : start + step].tolist()
-            batch = Batch.build(new, [start] * rows, tables, self.device, all_rows=True)
+            batch = Batch.build(new, [start] * rows, tables, self.device, all_rows=True, slots=slots)
             logits[:, start : start + step] = self.decoder.forward(batch, cache).unflatten(0, (rows, -1))
         return logits
 

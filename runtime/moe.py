@@ -2,39 +2,60 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from tutel_pack.kernels.ops import Ops
 from tutel_pack.runtime.weights import Weights
-from tutel_pack.spec import Moe
+from tutel_pack.spec import Mlp, Moe
 
 
 class DenseBlock:
-    """down(silu(gate(x)) · up(x))."""
+    """down(activation(gate(x), up(x))), of the weights `prefix`.gate_proj, up_proj and down_proj."""
 
-    def __init__(self, layer: int, weights: Weights, ops: Ops):
-        self._ops = ops
-        prefix = f"model.layers.{layer}.mlp."
-        self._gate, self._up = weights(prefix + "gate_proj.weight"), weights(prefix + "up_proj.weight")
-        self._down = weights(prefix + "down_proj.weight")
+    def __init__(self, spec: Mlp, prefix: str, weights: Weights, ops: Ops):
+        self._ops, self._activation = ops, spec.activation
+        self._gate, self._up, self._down = (
+            (weights(f"{prefix}.{name}_proj.weight"), weights(f"{prefix}.{name}_proj.bias") if spec.bias else None)
+            for name in ("gate", "up", "down")
+        )
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [T, H], normed -> [T, H]."""
         ops = self._ops
-        return ops.linear(ops.swiglu(ops.linear(x, self._gate), ops.linear(x, self._up)), self._down)
+        gate, up = ops.linear(x, *self._gate), ops.linear(x, *self._up)
+        return ops.linear(ops.swiglu(gate, up, self._activation), *self._down)
 
 
 class MoeBlock:
-    """A router and the experts that it picks for each token."""
+    """A router, the experts that it picks for each token, and those that every token passes.
 
-    def __init__(self, spec: Moe, layer: int, weights: Weights, ops: Ops):
+    prefix: of the layer's weights.  names: see tensors.layer_names.
+    """
+
+    def __init__(self, spec: Moe, prefix: str, names: dict[str, str], weights: Weights, ops: Ops):
         self._spec, self._ops = spec, ops
-        prefix = f"model.layers.{layer}.mlp."
-        self._router = weights(prefix + "gate.weight")
-        self._gate_up, self._down = weights(prefix + "experts.gate_up_proj"), weights(prefix + "experts.down_proj")
+        names = {part: prefix + name for part, name in names.items()}
+        self._router = weights(names["router"] + ".weight")
+        self._router_bias = weights(names["router"] + ".bias") if spec.router.bias else None
+        self._correction = weights(names["correction"]) if spec.router.correction else None
+        experts = names["experts"]
+        self._experts = weights(experts + ".gate_up_proj"), weights(experts + ".down_proj")
+        parts = (".gate_up_proj_bias", ".down_proj_bias")
+        self._biases = [weights(experts + part) if spec.bias else None for part in parts]
+        self._shared = DenseBlock(spec.shared, names["shared"], weights, ops) if spec.shared else None
+        self._shared_gate = weights(names["shared_gate"] + ".weight") if spec.shared_gated else None
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [T, H], normed -> [T, H]."""
+        ops, spec = self._ops, self._spec
         # Routed in float32: a rounded logit picks another expert, and that is no small error.
-        ids, weights = self._ops.route(self._ops.linear(x.float(), self._router), self._spec)
-        return self._ops.moe(x, ids, weights, self._gate_up, self._down)
+        ids, weights = ops.route(ops.linear(x.float(), self._router, self._router_bias), spec, self._correction)
+        routed = ops.moe(x, ids, weights, *self._experts, spec.activation, *self._biases)
+        return routed if self._shared is None else routed + self._shared_part(x)
+
+    def _shared_part(self, x: Tensor) -> Tensor:
+        shared = self._shared(x)
+        if self._shared_gate is None:
+            return shared
+        return shared * torch.sigmoid(self._ops.linear(x, self._shared_gate))

@@ -254,3 +254,122 @@ def _in_fork(folder: str, files: list[str], args: list[str], before: str) -> Non
     from tutel_pack.convert.cli import main
 
     main(args, prog_name="tutel-convert")
+
+
+# Quantized layouts of makers, with random bytes: every code point, and scales that no rule of ours would choose
+
+
+def _codes(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    return torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8)
+
+
+def _e4m3(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    """Any float8_e4m3fn but NaN."""
+    codes = _codes(shape, generator)
+    return codes.masked_fill(codes & 127 == 127, 0).view(torch.float8_e4m3fn)
+
+
+def _e8m0(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    """uint8; 0, which is 2^−127, is among them."""
+    codes = torch.randint(110, 128, shape, generator=generator, dtype=torch.uint8)
+    codes.view(-1)[0] = 0
+    return codes
+
+
+def _float_scales(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    return torch.rand(shape, generator=generator) * 0.002 + 0.001
+
+
+def _nvfp4_scales(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    return torch.randint(1, 127, shape, generator=generator, dtype=torch.uint8).view(torch.float8_e4m3fn)
+
+
+def _grid(shape: tuple[int, int], block: tuple[int, int]) -> tuple[int, int]:
+    return -(-shape[0] // block[0]), -(-shape[1] // block[1])
+
+
+def _fp8(suffix: str, grid, scales=_float_scales, dtype=torch.float32):
+    """Maker of F8_E4M3 with a scale. suffix: of the scale's name, which starts at the weight's base; grid: its shape from [N, K]."""
+    return lambda base, shape, g: {base + ".weight": _e4m3(shape, g), base + suffix: scales(grid(shape), g).to(dtype)}
+
+
+def _fp8_e8m0(suffix: str, block: tuple[int, int], dtype=torch.float8_e8m0fnu):
+    return lambda base, shape, g: {base + ".weight": _e4m3(shape, g), base + suffix: _e8m0(_grid(shape, block), g).view(dtype)}
+
+
+def _mxfp4(weight: str, scale: str, weight_dtype=torch.uint8, scale_dtype=torch.uint8):
+    def make(base, shape, g):
+        n, k = shape
+        return {base + weight: _codes((n, k // 2), g).view(weight_dtype), base + scale: _e8m0((n, k // 32), g).view(scale_dtype)}
+
+    return make
+
+
+def _nvfp4_modelopt(base, shape, g, inputs: bool = True):
+    n, k = shape
+    found = {base + ".weight": _codes((n, k // 2), g), base + ".weight_scale": _nvfp4_scales((n, k // 16), g),
+             base + ".weight_scale_2": _float_scales((), g)}  # fmt: skip
+    return found | ({base + ".input_scale": torch.tensor(0.5)} if inputs else {})
+
+
+def _nvfp4_ct(base, shape, g):
+    n, k = shape
+    return {base + ".weight_packed": _codes((n, k // 2), g), base + ".weight_scale": _nvfp4_scales((n, k // 16), g),
+            base + ".weight_global_scale": 1 / _float_scales((1,), g), base + ".input_global_scale": torch.ones(1)}  # fmt: skip
+
+
+def _int4_ct(base, shape, g):
+    n, k = shape
+    return {base + ".weight_packed": _codes((n, k // 2), g).view(torch.int32), base + ".weight_scale": _float_scales((n, k // 32), g).bfloat16(),
+            base + ".weight_shape": torch.tensor(shape, dtype=torch.int32)}  # fmt: skip
+
+
+def _ct_config(format_name: str, **weights) -> dict:
+    group = {"targets": ["Linear"], "weights": {"symmetric": True, **weights}, "input_activations": None}
+    ignore = ["lm_head", "re:.*gate$", "re:never.matches"]
+    return {"quant_method": "compressed-tensors", "format": format_name, "config_groups": {"group_0": group}, "ignore": ignore}
+
+
+def _fp8_method(block=None) -> dict:
+    return {"quant_method": "fp8", "fmt": "e4m3"} | ({"weight_block_size": list(block)} if block else {})
+
+
+LAYOUTS = {
+    "fp8-block-scale_inv": (_fp8_method((128, 128)), _fp8(".weight_scale_inv", lambda s: _grid(s, (128, 128)))),
+    "fp8-block-scale": (_fp8_method((128, 128)), _fp8(".scale", lambda s: _grid(s, (128, 128)))),
+    "fp8-block-e8m0": (_fp8_method((128, 128)), _fp8_e8m0(".scale", (128, 128))),
+    "fp8-block32-e8m0": (_fp8_method((32, 32)), _fp8_e8m0(".scale", (32, 32))),
+    "fp8-block-bf16": (_fp8_method((128, 128)), _fp8(".weight_scale_inv", lambda s: _grid(s, (128, 128)), dtype=torch.bfloat16)),
+    "fp8-block-ct": (_ct_config("float-quantized", num_bits=8, type="float", strategy="block", block_structure=[128, 128]),
+                     _fp8(".weight_scale", lambda s: _grid(s, (128, 128)))),
+    "fp8-channel": (_ct_config("float-quantized", num_bits=8, type="float", strategy="channel"), _fp8(".weight_scale", lambda s: (s[0], 1))),
+    "fp8-channel-bf16": (_ct_config("float-quantized", num_bits=8, type="float", strategy="channel"),
+                         _fp8(".weight_scale", lambda s: (s[0], 1), dtype=torch.bfloat16)),
+    "fp8-channel-vector": ({"quant_method": "quark"}, _fp8(".weight_scale", lambda s: (s[0],))),
+    "fp8-tensor": ({"quant_method": "modelopt", "quant_algo": "FP8"}, _fp8(".weight_scale", lambda s: ())),
+    "fp8-tensor-inv": (_fp8_method(), _fp8(".weight_scale_inv", lambda s: (1,), dtype=torch.bfloat16)),
+    "mxfp8": (_fp8_method(), _fp8_e8m0(".weight_scale_inv", (1, 32), torch.uint8)),
+    "mxfp4-v4": (_fp8_method((128, 128)), _mxfp4(".weight", ".scale", torch.int8, torch.float8_e8m0fnu)),
+    "mxfp4-ct": (_ct_config("mxfp4-pack-quantized", num_bits=4, type="float", group_size=32), _mxfp4(".weight_packed", ".weight_scale")),
+    "mxfp4-quark": ({"quant_method": "quark"}, _mxfp4(".weight", ".weight_scale")),
+    "mxfp4-ling": (_fp8_method((128, 128)), _mxfp4(".weight", ".weight_scale_inv")),
+    "nvfp4-modelopt": ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, _nvfp4_modelopt),
+    "nvfp4-modelopt-w4a16": ({"quant_method": "modelopt"}, lambda base, shape, g: _nvfp4_modelopt(base, shape, g, inputs=False)),
+    "nvfp4-ct": (_ct_config("nvfp4-pack-quantized", num_bits=4, type="float", group_size=16), _nvfp4_ct),
+    "int4-ct": (_ct_config("pack-quantized", num_bits=4, type="int", strategy="group", group_size=32), _int4_ct),
+}  # fmt: skip
+"""Layout -> (quantization_config, maker). A maker takes a weight's name without ".weight", its [N, K] and a generator."""
+
+
+def make_layout(layout: str, base: str, shape: tuple[int, int]) -> dict[str, Tensor]:
+    """The stored tensors of a weight, which follow from its name."""
+    return LAYOUTS[layout][1](base, shape, torch.Generator().manual_seed(zlib.crc32(base.encode())))
+
+
+def to_layout(layout: str, weights: dict[str, Tensor], pattern: str = r"_proj\.weight") -> dict[str, Tensor]:
+    """A checkpoint whose weights that match are stored in a layout."""
+    found = {}
+    for name, w in weights.items():
+        stored = re.search(pattern, name)
+        found |= make_layout(layout, name.removesuffix(".weight"), tuple(w.shape)) if stored else {name: w}
+    return found

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from tutel_pack.errors import InputError
 from tutel_pack.formats import PackedTensor, Format, get_format
-from tutel_pack.spec import ModelSpec
+from tutel_pack.spec import General, ModelSpec, spec_from_json
 
 MANIFEST = "packed.json"
 SCHEMA = 1
@@ -63,7 +63,9 @@ class Entry:
     def to_json(self) -> dict:
         if self.format is None:
             return {"file": self.file, "format": "plain", "dtype": DTYPE_NAMES[self.dtype], "shape": list(self.shape)}
-        block = {"block": list(self.format.block)} if self.format.block else {}
+        block = {}
+        if self.format.block:
+            block = {"block": list(self.format.block), "scale_dtype": DTYPE_NAMES[self.format.scale_dtype]}
         packed = {"file": self.file, "format": self.format.name, **block, "shape": list(self.shape)}
         return {**packed, "segments": list(self.segments)}
 
@@ -76,7 +78,7 @@ class Entry:
         fmt, segments = get_format(data["format"]), _sizes(data["segments"])
         if len(shape) not in (2, 3) or not segments or sum(segments) != shape[-2]:
             raise ValueError(f"segments {segments} do not add up to the rows of {shape}")
-        return cls(file, shape, _with_block(fmt, shape, data.get("block")), segments)
+        return cls(file, shape, _with_scale(fmt, shape, data.get("block"), data.get("scale_dtype")), segments)
 
 
 def _sizes(values: list) -> tuple[int, ...]:
@@ -85,14 +87,17 @@ def _sizes(values: list) -> tuple[int, ...]:
     return tuple(values)
 
 
-def _with_block(fmt: Format, shape: tuple[int, ...], block: list | None) -> Format:
-    """Only fp8 has other geometries than its own, and no block reaches far beyond its matrix."""
+def _with_scale(fmt: Format, shape: tuple[int, ...], block: list | None, scale_dtype: str | None) -> Format:
+    """Only fp8 has other geometries and scales than its own, and no block reaches far beyond its matrix."""
     edges = _sizes(block) if block is not None else None
-    if edges == fmt.block:
+    dtype = fmt.scale_dtype if scale_dtype is None else DTYPES[scale_dtype]
+    if (edges, dtype) == (fmt.block, fmt.scale_dtype):
         return fmt
-    if fmt.name != "fp8" or edges is None or len(edges) != 2 or not all(1 <= b <= max(128, n) for b, n in zip(edges, shape[-2:])):
+    if fmt.name != "fp8" or dtype not in (torch.float32, torch.uint8):
+        raise ValueError(f"{fmt.name} has no scales of type {scale_dtype!r:.50} and blocks of {block!r:.50}")
+    if edges is None or len(edges) != 2 or not all(1 <= b <= max(128, n) for b, n in zip(edges, shape[-2:])):
         raise ValueError(f"{fmt.name} of shape {shape} has no blocks of {block!r:.50}")
-    return fmt.with_block(edges)
+    return fmt.with_scale(edges, dtype)
 
 
 @dataclass(frozen=True)
@@ -107,7 +112,7 @@ class Manifest:
     """
 
     source: dict
-    spec: ModelSpec
+    spec: ModelSpec | General
     recipe: dict
     tensors: dict[str, Entry]
     files: dict[str, dict] = field(default_factory=dict)
@@ -129,7 +134,7 @@ class Manifest:
         try:
             tensors = {name: Entry.from_json(entry) for name, entry in data["tensors"].items()}
             found = {k: data[k] for k in ("source", "recipe", "files", "errors", "skipped")}
-            manifest = cls(spec=ModelSpec.from_json(data["spec"]), tensors=tensors, **found)
+            manifest = cls(spec=spec_from_json(data["spec"]), tensors=tensors, **found)
             _check_fields(manifest)
             return manifest
         except (AttributeError, KeyError, TypeError, ValueError) as e:
@@ -243,7 +248,7 @@ class Artifact:
         self._files: dict[str, safe_open] = {}
 
     @property
-    def spec(self) -> ModelSpec:
+    def spec(self) -> ModelSpec | General:
         return self.manifest.spec
 
     @property

@@ -20,6 +20,9 @@ from tutel_pack.errors import InputError
 DATA, SCALE, GLOBAL = "", "_scale", "_scale_2"
 """What is appended to a tensor's name for its parts in a safetensors file (the names ModelOpt uses, and its law)."""
 
+_TALLEST = 128
+"""Rows of the blocks that are encoded."""
+
 
 @dataclass(frozen=True)
 class Format:
@@ -28,7 +31,7 @@ class Format:
     name: what users type.
     dtype: of a stored data item; one item holds `per_item` elements, the even k in the low bits.
     block: (rows, columns) that share one block scale, or None where there are no scales.
-    scale_dtype: of a block scale. uint8 is e8m0: byte b means 2^(b−127).
+    scale_dtype: of a block scale. uint8 is e8m0: byte b means 2^(b−127), and 255 NaN.
     has_global: one float32 per expert and row segment on top of the block scales.
     """
 
@@ -42,6 +45,10 @@ class Format:
     def with_block(self, block: tuple[int, int]) -> Format:
         """The same format with a source's own block geometry."""
         return replace(self, block=block)
+
+    def with_scale(self, block: tuple[int, int], scale_dtype: torch.dtype) -> Format:
+        """The same format with a source's own block geometry and type of block scales."""
+        return replace(self, block=block, scale_dtype=scale_dtype)
 
     def padded(self, k: int) -> int:
         """Elements stored for a row of k: sub-byte rows are padded to whole blocks with zeros."""
@@ -74,6 +81,7 @@ FORMATS = {
         Format("fp8", torch.float8_e4m3fn, block=(128, 128), scale_dtype=torch.float32),
         Format("mxfp4", torch.uint8, per_item=2, block=(1, 32), scale_dtype=torch.uint8),
         Format("nvfp4", torch.uint8, per_item=2, block=(1, 16), scale_dtype=torch.float8_e4m3fn, has_global=True),
+        Format("int4", torch.uint8, per_item=2, block=(1, 32), scale_dtype=torch.bfloat16),
         Format("bf16", torch.bfloat16),
         Format("f16", torch.float16),
         Format("f32", torch.float32),
@@ -145,13 +153,21 @@ class PackedTensor:
         return self.from_parts(self.format, self.shape[1:], self.segments, parts)
 
     def row_tiles(self, rows: int) -> Iterator[tuple[int, PackedTensor]]:
-        """(first row, view) of tiles of an [N, K] of about `rows` rows, cut on block edges and at segments."""
+        """(first row, view) of tiles of an [N, K] of about `rows` rows, cut on block edges and at segments.
+
+        Blocks taller than 128 rows, which only whole-tensor scales have, are cut inside too: a part of a block is a
+        block of fewer rows, as at a ragged edge.
+        """
         step = max(1, rows // self.block_rows) * self.block_rows
+        if rows < self.block_rows > _TALLEST:
+            step = max(1, rows)
         n = grid = 0
         for s, count in enumerate(self.segments):
-            for start in range(0, count, step):
-                stop = min(start + step, count)
-                yield n + start, self._tile(s, n + start, n + stop, grid + start // self.block_rows)
+            for edge in range(0, count, max(step, self.block_rows)):
+                end = min(edge + max(step, self.block_rows), count)
+                for start in range(edge, end, step):
+                    stop = min(start + step, end)
+                    yield n + start, self._tile(s, n + start, n + stop, grid + start // self.block_rows)
             n, grid = n + count, grid + math.ceil(count / self.block_rows)
 
     @property

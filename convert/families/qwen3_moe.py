@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from tutel_pack.convert.families import Family
+from tutel_pack.convert.families.common import BUFFERS, PER_EXPERT, is_sparse
 from tutel_pack.convert.families.config import Config
-from tutel_pack.spec import Attention, Layer, Mlp, ModelSpec, Moe
+from tutel_pack.spec import Attention, Layer, Mlp, ModelSpec, Moe, Router
 
 
 def spec(config: dict) -> ModelSpec:
@@ -17,8 +18,8 @@ def spec(config: dict) -> ModelSpec:
         kv_heads=c.size("num_key_value_heads"),
         head_dim=head_dim,
         rope=c.rope(head_dim),
-        qk_norm=True,
-        bias=c.flag("attention_bias", False),
+        qk_norm="head",
+        bias="qkvo" if c.flag("attention_bias", False) else "",
         # As transformers does it, max_window_layers has no say here.
         window=c.size("sliding_window") if c.flag("use_sliding_window", False) else None,
     )
@@ -34,21 +35,10 @@ def spec(config: dict) -> ModelSpec:
 
 
 def _mlp(c: Config, layer: int) -> Mlp | Moe:
-    experts = c.size("num_experts", least=0)
-    sparse = experts > 0 and (layer + 1) % c.size("decoder_sparse_step", 1) == 0
-    if layer in c.indices("mlp_only_layers") or not sparse:
+    if not is_sparse(c, layer):
         return Mlp(c.size("intermediate_size"))
-    return Moe(experts, c.size("num_experts_per_tok"), c.size("moe_intermediate_size"), c.flag("norm_topk_prob", False))
+    router = Router(renormalize=c.flag("norm_topk_prob", False))
+    return Moe(c.size("num_experts"), c.size("num_experts_per_tok"), c.size("moe_intermediate_size"), router)
 
 
-_EXPERTS = r"(model\.layers\.\d+\.mlp\.experts)"
-
-FAMILY = Family(
-    model_types=("qwen3_moe",),
-    spec=spec,
-    renames={
-        _EXPERTS + r"\.gate_up_proj": (r"\1.{expert}.gate_proj.weight", r"\1.{expert}.up_proj.weight"),
-        _EXPERTS + r"\.down_proj": (r"\1.{expert}.down_proj.weight",),
-    },
-    skips={r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq": "a buffer that follows from the config"},
-)
+FAMILY = Family(model_types=("qwen3_moe",), spec=spec, renames=PER_EXPERT, skips=BUFFERS)

@@ -2,8 +2,10 @@
 
 import json
 import os
+import re
 import resource
 import time
+from importlib import import_module
 
 import pytest
 import torch
@@ -13,7 +15,7 @@ from tests.checkpoints import fp8_config, fuse, garbled, qwen3_config, qwen3_sha
 from tutel_pack.artifact import Artifact
 from tutel_pack.convert import pipeline
 from tutel_pack.convert.dialects import find_weights
-from tutel_pack.convert.families import Family, find_family, match, qwen3_moe
+from tutel_pack.convert.families import MODULES, Family, find_family, match, qwen3_moe
 from tutel_pack.convert.headers import read_index
 from tutel_pack.convert.source import open_source
 from tutel_pack.errors import InputError
@@ -46,8 +48,8 @@ def model(tmp_path_factory):
 
 
 def test_the_spec_of_a_config():
-    attention = Attention(heads=6, kv_heads=3, head_dim=32, rope=Rope(1e6, 32), qk_norm=True, bias=False, window=None)
-    moe = Moe(experts=12, top_k=2, intermediate=96, renormalize=True)
+    attention = Attention(heads=6, kv_heads=3, head_dim=32, rope=Rope(1e6, 32), qk_norm="head", window=None)
+    moe = Moe(experts=12, top_k=2, intermediate=96)
     layers = tuple(Layer(attention, mlp) for mlp in (moe, Mlp(192), moe))
     assert qwen3_moe.spec(qwen3_config()) == ModelSpec("qwen3_moe", 160, 150, 512, 1e-6, False, layers)
 
@@ -61,7 +63,7 @@ def test_the_spec_of_a_config():
     ({"rope_scaling": {"type": "default"}}, lambda s: s.layers[0].attention.rope.theta == 1e6),
     ({"sliding_window": 128}, lambda s: s.layers[0].attention.window is None),
     ({"sliding_window": 128, "use_sliding_window": True}, lambda s: s.layers[0].attention.window == 128),
-    ({"norm_topk_prob": None}, lambda s: s.layers[0].mlp.renormalize is False),
+    ({"norm_topk_prob": None}, lambda s: s.layers[0].mlp.router.renormalize is False),
     ({"attention_bias": True}, lambda s: s.layers[0].attention.bias),
     ({"num_experts": None, "num_local_experts": 8}, lambda s: s.layers[0].mlp.experts == 8),
     ({"num_experts": 0}, lambda s: all(layer.mlp == Mlp(192) for layer in s.layers)),
@@ -115,12 +117,15 @@ def test_other_values_that_are_none(model, key, values):
 
 
 @pytest.mark.parametrize("key, scaling", [
-    ("rope_scaling", {"type": "yarn", "factor": 4.0}), ("rope_scaling", {"rope_type": "linear", "factor": 2}),
-    ("rope_parameters", {"rope_type": "yarn", "rope_theta": 1e6}), ("rope_scaling", {"rope_type": ["yarn"]}),
+    ("rope_scaling", {"rope_type": "longrope", "factor": 2.0}), ("rope_scaling", {"type": "su"}), ("rope_scaling", {"rope_type": ["yarn"]}),
+    ("rope_parameters", {"rope_type": "proportional", "rope_theta": 1e6}), ("rope_parameters", {"full_attention": {"rope_type": "default"}}),
+    ("rope_scaling", {"rope_type": "linear"}), ("rope_scaling", {"rope_type": "yarn", "factor": 0}),
+    ("rope_scaling", {"rope_type": "yarn", "factor": 2.0, "truncate": 1}), ("rope_scaling", {"rope_type": "dynamic", "factor": "2"}),
+    ("rope_scaling", {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 4.0, "high_freq_factor": 1.0}),
 ])  # fmt: skip
-def test_rope_scaling_is_refused(model, key, scaling):
+def test_rope_scalings_that_are_none(model, key, scaling):
     (model / "config.json").write_text(json.dumps(qwen3_config(**{key: scaling})))
-    assert "rope scaling" in refusal(model)
+    assert re.search("rope scaling|by layer type|rope_scaling.(factor|truncate)|high_freq_factor", refusal(model))
 
 
 @pytest.mark.parametrize("changes", [
@@ -138,7 +143,7 @@ def test_config_files_that_are_none(model, text):
 
 
 @pytest.mark.parametrize("model_type, hint", [
-    ("qwen3_mo", "Did the config mean 'qwen3_moe'"), ("llama", "known are qwen3_moe"), (None, "None"), (["qwen3_moe"], "['qwen3_moe']"),
+    ("qwen3_mo", "Did the config mean 'qwen3_moe'"), (None, "None"), (["qwen3_moe"], "['qwen3_moe']"),
     ({}, "{}"), (3, "3"), ("x" * 10**6, "xxx"), ("qwen3_moe\n", "qwen3_moe"),
 ])  # fmt: skip
 def test_unknown_model_types(model, model_type, hint):
@@ -280,3 +285,7 @@ def test_a_family_may_spell_its_names_otherwise(tmp_path):
 
 def test_every_family_is_found_by_its_model_types():
     assert find_family({"model_type": "qwen3_moe"}) is qwen3_moe.FAMILY
+    assert len(MODULES) == len(set(MODULES))
+    for module in MODULES:
+        family = import_module(f"tutel_pack.convert.families.{module}").FAMILY
+        assert all(find_family({"model_type": name}) is family for name in family.model_types)

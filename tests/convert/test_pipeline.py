@@ -287,7 +287,7 @@ E7 = "model.layers.0.mlp.experts.7.up_proj.weight"
 @pytest.mark.parametrize("fault, parts", [
     (lambda w: [w.pop(n) for n in list(w) if n.endswith("_scale_inv")], ["quantized tensors have no scale", "q_proj.weight"]),
     (lambda w: w.pop(E7 + "_scale_inv"), [E7, "have no scale"]),
-    (lambda w: rename(w, Q + "_scale_inv", Q[:-7] + ".scale"), [Q, "scales of an unknown name", Q[:-7] + ".scale"]),
+    (lambda w: rename(w, Q + "_scale_inv", Q[:-7] + ".scales"), [Q, "scales of an unknown name", Q[:-7] + ".scales"]),
     (lambda w: w.update({E7 + "_scale_inv": torch.ones(1, 1)}), [E7 + "_scale_inv", "[1, 1]", "[1, 2]"]),
     (lambda w: w.update({E7 + "_scale_inv": torch.ones(2)}), [E7 + "_scale_inv", "[2]", "[1, 2]"]),
     (lambda w: w.update({E7 + "_scale_inv": torch.ones(())}), [E7 + "_scale_inv", "[]", "[1, 2]"]),

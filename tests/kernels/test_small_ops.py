@@ -12,7 +12,7 @@ from tests.kernels.reference import ALL_FORMATS, DTYPES, UNIT, decode64, random_
 from tutel_pack.errors import InputError
 from tutel_pack.formats import FORMATS
 from tutel_pack.kernels.ops import get_ops
-from tutel_pack.spec import Moe, Rope
+from tutel_pack.spec import Moe, Rope, Router
 
 OPS = get_ops("torch")
 SLACK = 8 * UNIT[torch.float32]
@@ -88,7 +88,7 @@ def test_rope(dim, dtype):
 def test_route(renormalize, dtype):
     logits = x_of(9, 12, dtype=dtype, scale=3)
     logits[0], logits[1, 4] = 1e4, 1e4  # all alike, and one that takes everything: no overflow
-    ids, weights = OPS.route(logits, Moe(12, 3, 1, renormalize))
+    ids, weights = OPS.route(logits, Moe(12, 3, 1, Router(renormalize=renormalize)))
     assert ids.dtype == torch.int64 and weights.dtype == torch.float32 and ids.shape == weights.shape == (9, 3)
     l64 = logits.double().numpy()
     p = np.exp(l64 - l64.max(-1, keepdims=True))

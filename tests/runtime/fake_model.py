@@ -31,10 +31,12 @@ TEMPLATE = (
 
 
 class FakeCache:
-    """Stores token ids where a real one stores keys and values."""
+    """Stores token ids where a real one stores keys and values, and all of a sequence's where a real one has its states."""
 
-    def __init__(self, blocks: int, block_size: int):
+    def __init__(self, blocks: int, block_size: int, slots: float = math.inf):
         self.block_size = block_size
+        self.states: dict[int, list[int]] = {}
+        self._slots = slots
         self.store = torch.full((blocks, block_size), RUBBISH)
         self._free = list(range(blocks))[::-1]
         self.most_taken = 0
@@ -55,27 +57,37 @@ class FakeCache:
             self.store[block] = RUBBISH
             self._free.append(block)
 
+    def allocate_slot(self) -> int:
+        if len(self.states) >= self._slots:
+            raise ResourceError(f"More than {self._slots} states do not fit.")
+        slot = next(slot for slot in range(len(self.states) + 1) if slot not in self.states)
+        self.states[slot] = []
+        return slot
+
+    def free_slot(self, slot: int) -> None:
+        del self.states[slot]
+
 
 class FakeDecoder:
     """next_token: (tuple of all ids so far) -> the id whose logit is largest; None draws logits from a hash of them,
     and never EOS.
 
-    memory: tokens that caches may have, beyond which they raise ResourceError. `batches` has what was run, as
-    [(past, new tokens) of each sequence], `caches` every cache that was made.
+    memory: tokens that caches may have, beyond which they raise ResourceError; slots: states likewise. `batches` has what
+    was run, as [(past, new tokens) of each sequence], `caches` every cache that was made.
     """
 
     device = "cpu"
 
-    def __init__(self, context: int = 512, vocab: int = VOCAB, next_token=None, memory: float = math.inf):
+    def __init__(self, context: int = 512, vocab: int = VOCAB, next_token=None, memory=math.inf, slots=math.inf):
         self.spec = ModelSpec("fake", 8, vocab, context, 1e-5, True, ())
-        self._next_token, self._memory = next_token, memory
+        self._next_token, self._memory, self._slots = next_token, memory, slots
         self.batches: list[list[tuple[int, int]]] = []
         self.caches: list[FakeCache] = []
 
     def new_cache(self, blocks: int, block_size: int = 64) -> FakeCache:
         if blocks * block_size > self._memory:
             raise ResourceError(f"A cache of {blocks * block_size} tokens does not fit.")
-        self.caches.append(FakeCache(blocks, block_size))
+        self.caches.append(FakeCache(blocks, block_size, self._slots))
         return self.caches[-1]
 
     def forward(self, batch, cache: FakeCache) -> torch.Tensor:
@@ -88,6 +100,9 @@ class FakeDecoder:
             cache.store[table[positions // cache.block_size], positions % cache.block_size] = batch.tokens[span]
             past = cache.store[table].flatten()[: int(positions[-1]) + 1].tolist()
             assert min(past) >= 0, "a position that was never written"
+            state = cache.states[batch.slots[s]]
+            assert state == past[: int(positions[0])], "a state that is another's, or not of now"
+            state += past[int(positions[0]) :]
             logits[span.stop - 1] = self._logits(tuple(past))
             spans.append((int(positions[0]), len(positions)))
         self.batches.append(spans)
@@ -138,7 +153,7 @@ class FakeModel:
 
     def __init__(self, folder: Path, decoder: FakeDecoder | None = None, tokenizer=None):
         self.artifact = SimpleNamespace(path=folder)
-        self.decoder, self.tokenizer = decoder or FakeDecoder(), tokenizer
+        self.decoder, self.tokenizer, self.path = decoder or FakeDecoder(), tokenizer, "native"
         self.spec = self.decoder.spec
 
     def generate(self, prompts, **options):

@@ -11,7 +11,7 @@ from tutel_pack.artifact import Entry, FileWriter, Manifest, describe_file, writ
 from tutel_pack.formats import FORMATS, PackedTensor
 from tutel_pack.quant.codec import decode, encode
 from tutel_pack.runtime.decoder import Decoder
-from tutel_pack.spec import Attention, Layer, Mlp, ModelSpec, Moe, Rope
+from tutel_pack.spec import Attention, Layer, Mlp, ModelSpec, Moe, Rope, Router
 
 CONFIG = {
     # K of 96 and I of 160 leave ragged blocks in every format; 4 heads of 32 are wider than the hidden size.
@@ -51,9 +51,9 @@ def make_model(**options) -> Qwen3MoeForCausalLM:
 def make_spec(c: Qwen3MoeConfig) -> ModelSpec:
     attention = Attention(
         c.num_attention_heads, c.num_key_value_heads, c.head_dim, Rope(c.rope_parameters["rope_theta"], c.head_dim),
-        qk_norm=True, bias=c.attention_bias, window=c.sliding_window,
+        qk_norm="head", bias="qkvo" * c.attention_bias, window=c.sliding_window,
     )  # fmt: skip
-    moe = Moe(c.num_experts, c.num_experts_per_tok, c.moe_intermediate_size, c.norm_topk_prob)
+    moe = Moe(c.num_experts, c.num_experts_per_tok, c.moe_intermediate_size, Router(renormalize=c.norm_topk_prob))
     layers = tuple(
         Layer(attention, Mlp(c.intermediate_size) if i in c.mlp_only_layers or (i + 1) % c.decoder_sparse_step else moe)
         for i in range(c.num_hidden_layers)

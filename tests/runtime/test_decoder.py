@@ -12,7 +12,7 @@ from tutel_pack.errors import InputError
 from tutel_pack.formats import FORMATS
 from tutel_pack.runtime.batch import Batch
 from tutel_pack.runtime.decoder import Decoder
-from tutel_pack.spec import Layer, Rope
+from tutel_pack.spec import Layer, Rope, Router
 
 VARIANTS = {
     "plain": {},
@@ -30,6 +30,8 @@ VARIANTS = {
     "multi-query": {"num_key_value_heads": 1},
 }
 FLOAT32_LIMIT = 1e-4
+PACKED_TO = [name for name in FORMATS if name != "int4"]
+"""int4 is kept where a source has it, and nothing is packed to it."""
 GREEDY = 64
 
 
@@ -68,7 +70,7 @@ def run(decoder: Decoder, new: list[list[int]], chunk: int | None = None, block_
 
 
 def poison(cache) -> None:
-    for pool in (*cache.keys, *cache.values):
+    for pool in (p for layer in cache.tokens for p in layer.values()):
         pool.fill_(torch.nan)
 
 
@@ -102,7 +104,7 @@ def errors(got: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
 
 
 # What a variant changes does not depend on the format.
-@pytest.mark.parametrize("variant,fmt", [*(("plain", f) for f in FORMATS), *((v, "mxfp4") for v in list(VARIANTS)[1:])])
+@pytest.mark.parametrize("variant,fmt", [*(("plain", f) for f in PACKED_TO), *((v, "mxfp4") for v in list(VARIANTS)[1:])])
 def test_logits_agree_at_every_position(variant, fmt):
     pair = Pair(fmt, **VARIANTS[variant])
     # 12 and 3: padding, were there any, would show. 1: a sequence of one token. 40: several blocks.
@@ -124,11 +126,11 @@ def test_a_wrong_spec_is_seen(pair, break_it):
     elif break_it == "window":
         attention = replace(attention, window=39)
     elif break_it == "qk_norm":
-        attention = replace(attention, qk_norm=False)
+        attention = replace(attention, qk_norm=None)
     elif break_it == "top_k":
         moe = replace(moe, top_k=2)
     else:
-        moe = replace(moe, renormalize=False)
+        moe = replace(moe, router=Router(renormalize=False))
     spec = replace(pair.spec, norm_eps=eps, layers=(Layer(attention, moe),) * 2)
     new = prompts(40)
     logits, = run(Decoder(spec, pair.weights.__getitem__, "cpu", torch.float32), new)
@@ -181,7 +183,7 @@ def bfloat16_errors(fmt: str, **options) -> tuple[torch.Tensor, torch.Tensor]:
     return errors(torch.cat(run(ours, new)), exact), errors(theirs, exact)
 
 
-@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("fmt", PACKED_TO)
 def test_bfloat16_is_as_exact_as_that_of_transformers(fmt):
     """Every token goes to all experts here: nothing but rounding differs, and the worst position means something."""
     ours, theirs = bfloat16_errors(fmt, num_experts_per_tok=CONFIG["num_experts"])
@@ -192,7 +194,7 @@ def test_bfloat16_is_as_exact_as_that_of_transformers(fmt):
 def test_bfloat16_with_routing_is_as_exact_as_that_of_transformers():
     """A rounding that tips a router's choice makes an error of any size, in either model: those are counted, the others
     are compared by their median."""
-    pairs = [bfloat16_errors(fmt) for fmt in FORMATS]
+    pairs = [bfloat16_errors(fmt) for fmt in PACKED_TO]
     ours, theirs = (torch.cat(e) for e in zip(*pairs))
     assert ours.median() <= 1.5 * theirs.median()
     tipped = 4 * theirs.median()

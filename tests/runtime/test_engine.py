@@ -74,6 +74,7 @@ def test_the_fake_decoder_sees_cross_talk():
     engine.step()
     stored = decoder.caches[0].store
     stored[0, 2] = stored[1, 2]
+    decoder.caches[0].states[0][2] = stored[1, 2].item()
     first = [event.tokens[0] for event in engine.step()]
     expected = [tokens[1] for tokens in alone([ids("one", 9), ids("two", 9)])]
     assert first[0] != expected[0] and first[1] == expected[1]
@@ -114,7 +115,7 @@ def test_every_block_is_given_back():
     run([ids(f"{i}", 9 * i + 1) for i in range(9)], decoder=decoder, block_size=4, max_active=3)
     assert decoder.caches[-1].most_taken > 10
     for cache in decoder.caches:
-        assert cache.free_blocks == len(cache.store) and (cache.store == RUBBISH).all()
+        assert cache.free_blocks == len(cache.store) and (cache.store == RUBBISH).all() and not cache.states
 
 
 def test_blocks_follow_the_tokens_that_there_are():
@@ -159,6 +160,33 @@ def test_times_are_of_the_first_start_and_count_what_was_computed_again(monkeypa
     results = [event.result for event in engine.run() if event.result]
     assert [(r.prompt_seconds, r.seconds) for r in results[:1]] == [(1, 39)]
     assert sum(r.prompt_seconds for r in results) == 4 and results[1].seconds > 40
+
+
+@pytest.mark.parametrize("slots", [1, 3])
+def test_sequences_wait_for_a_place_for_their_states(slots):
+    prompts = [ids(f"{i}", 4 + i) for i in range(7)]
+    decoder = FakeDecoder(slots=slots)
+    assert run(prompts, decoder=decoder) == alone(prompts)
+    assert max(map(len, decoder.batches)) == slots
+
+
+def test_states_that_fit_for_nobody_are_a_resource_error():
+    decoder = FakeDecoder(slots=0)
+    with pytest.raises(ResourceError, match="states do not fit"):
+        run([ids("a", 5)], decoder=decoder)
+    assert decoder.caches[0].free_blocks == len(decoder.caches[0].store)
+
+
+def test_a_sequence_that_is_computed_again_starts_with_a_new_state():
+    """The fake decoder's check of states is what sees it; without the engine's new slot it fails."""
+    engine = Engine(FakeDecoder(), block_size=4)
+    engine.add(ids("a", 9), GREEDY)
+    engine.step()
+    engine._put_back(list(engine._active))
+    engine.step()
+    engine._active[0].done = 0  # computed again, but with the state of all tokens
+    with pytest.raises(AssertionError, match="a state that is another's"):
+        engine.step()
 
 
 def test_a_sequence_that_cannot_fit_is_a_resource_error():

@@ -26,8 +26,8 @@ print(json.dumps({name: 1024 * int(status[name].split()[0]) for name in ("VmRSS"
 
 def random_artifact(folder: Path, layers: int) -> Path:
     """About 95 MB a layer, of random codes: mxfp4 experts, fp8 attention and head."""
-    attention = Attention(heads=16, kv_heads=4, head_dim=64, rope=Rope(1e4, 64), qk_norm=True)
-    layer = Layer(attention, Moe(experts=64, top_k=8, intermediate=768, renormalize=True))
+    attention = Attention(heads=16, kv_heads=4, head_dim=64, rope=Rope(1e4, 64), qk_norm="head")
+    layer = Layer(attention, Moe(experts=64, top_k=8, intermediate=768))
     spec = ModelSpec("qwen3_moe", 1024, 8192, 1024, 1e-6, False, (layer,) * layers)
     formats = {EXPERTS: FORMATS["mxfp4"], KEEP: None}
     entries = {

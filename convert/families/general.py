@@ -1,0 +1,111 @@
+"""Any other MoE that transformers has a module for: names and shapes come from the module, spellings from its mapping.
+
+The mapping is the one by which transformers itself loads checkpoints: renamings of source names, and for fused experts
+the names of their parts. What it does beyond that (transposing, splitting, merging of other weights) is not done here:
+such checkpoints fail as incomplete, before a weight is read.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection
+
+from torch import nn
+
+from tutel_pack import general
+from tutel_pack.convert.families import Family
+from tutel_pack.spec import General
+
+_DEFAULT = {
+    "gate_up_proj": ("gate_proj.weight", "up_proj.weight"),
+    "up_proj": ("up_proj.weight",),
+    "down_proj": ("down_proj.weight",),
+}
+"""How the parts of fused experts are spelled where the mapping says nothing."""
+_SKIPS = {r".*rotary_emb\.inv_freq": "a buffer that follows from the config"}
+_MERGES = {"MergeModulelist", "Concatenate"}
+
+
+def find(config: dict) -> Family | None:
+    """The family of a config.json that no native one has; None if transformers does not know its model type either.
+
+    InputError says what the model lacks if it cannot be handled.
+    """
+    model_type = config.get("model_type")
+    if not general.knows(model_type):
+        return None
+    model = general.build(config)
+    tensors = general.describe(model, tied_head=False)
+    renamings, parts = _mapping(model)
+    return Family(
+        model_types=(model_type,),
+        spec=lambda _: _spec(model),
+        renames={re.escape(name): sources for name, sources in _expert_sources(model, parts).items()},
+        skips=_SKIPS,
+        transposed=tuple(
+            re.escape(f"{name}.{w}") for name, m in general.experts_of(model).items() if m.is_transposed for w in general.expert_weights(m)
+        ),
+        tensors=lambda spec: general.describe(model, spec.tied_head),
+        spell=_speller(renamings, tensors),
+    )
+
+
+def _spec(model: nn.Module) -> General:
+    config = model.config.get_text_config()
+    context = getattr(config, "max_position_embeddings", None)
+    if type(context) is not int or context < 1:
+        general.refuse(config.model_type, "its config.json has no max_position_embeddings")
+    vocab, hidden = model.get_input_embeddings().weight.shape
+    return General(
+        model_type=model.config.model_type,
+        depth=config.num_hidden_layers,
+        hidden=hidden,
+        vocab=vocab,
+        context=context,
+        tied_head=model.get_output_embeddings().weight is model.get_input_embeddings().weight,
+    )
+
+
+def _mapping(model: nn.Module) -> tuple[list, list]:
+    """(renamings, converters) by which transformers loads checkpoints of this model."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter
+
+    found = get_model_conversion_mapping(model, add_legacy=False)
+    converters = [t for t in found if isinstance(t, WeightConverter)]
+    return [t for t in found if t not in converters], converters
+
+
+def _expert_sources(model: nn.Module, converters: list) -> dict[str, tuple[str, ...]]:
+    """Canonical name of a fused weight -> names of its parts, with {expert} for the expert."""
+    names = [f"{name}.{w}" for name, m in general.experts_of(model).items() for w in general.expert_weights(m)]
+    return {name: _sources(name, converters) for name in names}
+
+
+def _sources(name: str, converters: list) -> tuple[str, ...]:
+    for converter in converters:
+        target = _plain(converter.target_patterns[0])
+        merges = {type(op).__name__ for op in converter.operations} <= _MERGES
+        if merges and len(converter.target_patterns) == 1 and name.endswith(target):
+            return tuple(name.removesuffix(target) + _plain(s).replace("*", "{expert}") for s in converter.source_patterns)
+    block, _, weight = name.rpartition(".")
+    return tuple(f"{block}.{{expert}}.{part}" for part in _DEFAULT[weight])
+
+
+def _plain(pattern: str) -> str:
+    """A mapping's pattern as the text that it stands for."""
+    return pattern.replace("\\", "").strip("^$")
+
+
+def _speller(renamings: list, canonical: Collection[str]) -> Callable[[str], str]:
+    """From a source name to the one that canonical names and the parts of experts follow from."""
+    tops = {name.split(".")[0] for name in canonical}
+    base = {name.split(".")[1]: name.split(".")[0] for name in canonical}
+
+    def spell(name: str) -> str:
+        for renaming in renamings:
+            name, _ = renaming.rename_source_key(name)
+        top = name.split(".")[0]
+        return f"{base[top]}.{name}" if top in base and top not in tops else name
+
+    return spell

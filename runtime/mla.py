@@ -1,0 +1,98 @@
+"""Multi-head latent attention, and its sparse form with an indexer (DeepSeek sparse attention)."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tutel_pack.kernels.ops import Layout, Ops
+from tutel_pack.runtime.cache import PagedCache
+from tutel_pack.runtime.shared import Shared
+from tutel_pack.runtime.weights import Weights
+from tutel_pack.spec import Indexer, Mla
+
+_LATENT_EPS = 1e-6
+"""Epsilon of the norms of latents and of index keys, whatever that of the model's other norms is: so it is in every
+model of this kind (transformers' modeling_deepseek_v3.py and those after it)."""
+
+
+class LatentAttention:
+    """Softmax attention over one latent and one rotated key per token, with the options of `spec.Mla`."""
+
+    @staticmethod
+    def cached(spec: Mla) -> dict[str, tuple[int, ...]]:
+        """What it keeps of every token: the normed latent and behind it the rotated key; the indexer's key."""
+        index = {"index_keys": (spec.indexer.dim,)} if spec.indexer else {}
+        return {"latents": (spec.kv_rank + spec.rope.dim,), **index}
+
+    def __init__(self, spec: Mla, layer: int, eps: float, weights: Weights, ops: Ops):
+        self._spec, self._layer, self._ops = spec, layer, ops
+        prefix = f"model.layers.{layer}.self_attn."
+        down = ("q_a_proj", "kv_a_proj_with_mqa", "o_proj") if spec.q_rank else ("kv_a_proj_with_mqa", "o_proj")
+        biased = down if spec.bias else ()
+        self._projections = {
+            name: (weights(f"{prefix}{name}.weight"), weights(f"{prefix}{name}.bias") if name in biased else None)
+            for name in (*down, "q_b_proj" if spec.q_rank else "q_proj")
+        }
+        self._q_norm = weights(prefix + "q_a_layernorm.weight") if spec.q_rank else None
+        self._kv_norm = weights(prefix + "kv_a_layernorm.weight")
+        self._up = weights.decoded(prefix + "kv_b_proj.weight").view(spec.heads, -1, spec.kv_rank)
+        self._indexer = _Indexer(spec.indexer, layer, weights, ops) if spec.indexer else None
+
+    def __call__(self, x: Tensor, cache: PagedCache, layout: Layout, rotations: Shared) -> Tensor:
+        """x [T, H], normed -> [T, H]; stores the new latents in the cache.
+
+        rotations: of the batch's positions, for each Rope of the model; also carries an indexer's picks to the layers
+        that reuse them.
+        """
+        spec, ops, rotation = self._spec, self._ops, rotations[self._spec.rope]
+        latents, key = self._project("kv_a_proj_with_mqa", x).split([spec.kv_rank, spec.rope.dim], dim=-1)
+        latents = ops.rms_norm(latents, self._kv_norm, _LATENT_EPS)
+        key = ops.rope(key[:, None], rotation, spec.rope.interleaved)[:, 0]
+        cache.append(self._layer, layout, latents=torch.cat([latents, key], dim=-1))
+        compressed, q = self._query(x)
+        nope, rotated = q.split([spec.nope_dim, spec.rope.dim], dim=-1)
+        q = torch.cat([nope, ops.rope(rotated, rotation, spec.rope.interleaved)], dim=-1)
+        if self._indexer:
+            rotations.picks = self._indexer(x, compressed, cache, layout, rotations)
+        picks = rotations.picks if spec.indexer or spec.reuse_index else None
+        entries = cache.tokens[self._layer]["latents"]
+        heads = ops.latent_attention(q, entries, self._up, layout, spec.scale, picks)
+        return self._project("o_proj", heads.flatten(1))
+
+    def _query(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """(compressed query [T, q_rank], or x where there is none, query [T, heads, nope_dim + rope.dim])."""
+        if self._spec.q_rank:
+            x = self._ops.rms_norm(self._project("q_a_proj", x), self._q_norm, _LATENT_EPS)
+        q = self._project("q_b_proj" if self._spec.q_rank else "q_proj", x)
+        return x, q.unflatten(1, (self._spec.heads, -1))
+
+    def _project(self, name: str, x: Tensor) -> Tensor:
+        return self._ops.linear(x, *self._projections[name])
+
+
+class _Indexer:
+    """Picks the positions that a layer attends to, see `spec.Indexer`."""
+
+    def __init__(self, spec: Indexer, layer: int, weights: Weights, ops: Ops):
+        self._spec, self._layer, self._ops = spec, layer, ops
+        prefix = f"model.layers.{layer}.self_attn.indexer."
+        self._q, self._k = weights(prefix + "wq_b.weight"), weights(prefix + "wk.weight")
+        self._norm = weights(prefix + "k_norm.weight").float(), weights(prefix + "k_norm.bias").float()
+        self._weights = weights(prefix + "weights_proj.weight")
+
+    def __call__(
+        self, x: Tensor, compressed: Tensor, cache: PagedCache, layout: Layout, rotations: Shared
+    ) -> list[Tensor | None]:
+        """x [T, H], normed, and compressed queries [T, q_rank] -> picks, see Ops.top_positions; stores the new keys."""
+        spec, ops = self._spec, self._ops
+        key = F.layer_norm(ops.linear(x, self._k).float(), (spec.dim,), *self._norm, _LATENT_EPS).to(x.dtype)
+        cache.append(self._layer, layout, index_keys=self._rotated(key[:, None], rotations)[:, 0])
+        q = self._rotated(ops.linear(compressed, self._q).unflatten(1, (spec.heads, spec.dim)), rotations)
+        # In float32, as a router is: a rounded weight picks other positions.
+        weights = ops.linear(x.float(), self._weights) * (spec.heads * spec.dim) ** -0.5
+        return ops.top_positions(q, weights, cache.tokens[self._layer]["index_keys"], layout, spec.top_k)
+
+    def _rotated(self, x: Tensor, rotations: Shared) -> Tensor:
+        return self._ops.rope(x, rotations[self._spec.rope], self._spec.rope.interleaved)

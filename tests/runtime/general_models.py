@@ -1,0 +1,131 @@
+"""Small random models of architectures that no native family covers, as checkpoints in their makers' spelling."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from tests.checkpoints import write_checkpoint
+from tutel_pack.artifact import Artifact
+from tutel_pack.formats import PackedTensor
+from tutel_pack.quant.codec import decode
+
+COMMON = {
+    "vocab_size": 211, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 256, "pad_token_id": 0, "bos_token_id": 1,
+    "eos_token_id": 2,
+}  # fmt: skip
+MODELS = {
+    # Groups of experts, a correction that is stored as a buffer, shared experts, a dense layer first.
+    "dots1": {
+        "moe_intermediate_size": 40, "n_routed_experts": 6, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1,
+        "first_k_dense_replace": 1, "n_shared_experts": 1,
+    },
+    # States of a Mamba beside keys and values; weights that its code looks at; routers that are plain linear layers.
+    "jamba": {
+        "num_hidden_layers": 4, "attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2,
+        "expert_layer_offset": 1, "num_experts": 6, "num_experts_per_tok": 2, "use_mamba_kernels": False,
+        "mamba_d_state": 8, "mamba_expand": 2, "mamba_dt_rank": 8,
+    },
+    # Experts without gates and an activation of their own, another prefix, blocks that are one thing each.
+    "nemotron_h": {
+        "layers_block_type": ["mamba", "moe", "attention", "moe"], "mamba_num_heads": 4, "mamba_head_dim": 16, "ssm_state_size": 16,
+        "n_groups": 2, "n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40,
+        "moe_shared_expert_intermediate_size": 48, "use_mamba_kernels": False,
+    },
+    # Names of its own for experts and router, norms with biases, a head with a bias or none.
+    "phimoe": {"num_local_experts": 6, "num_experts_per_tok": 2, "attention_bias": True},
+    # Experts that the module and the checkpoint have transposed.
+    "aria_text": {"moe_num_experts": 6, "moe_topk": 2, "moe_num_shared_experts": 1},
+    # A tied head, and convolutions with states.
+    "lfm2_moe": {
+        "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40, "num_dense_layers": 1,
+        "layer_types": ["conv", "full_attention"],
+    },
+}  # fmt: skip
+PER_EXPERT = {
+    "dots1": ("gate_proj.weight", "up_proj.weight", "down_proj.weight"),
+    "jamba": ("gate_proj.weight", "up_proj.weight", "down_proj.weight"),
+    "nemotron_h": ("up_proj.weight", "down_proj.weight"),
+    "phimoe": ("w1.weight", "w3.weight", "w2.weight"),
+    "lfm2_moe": ("w1.weight", "w3.weight", "w2.weight"),
+}
+"""How the parts of experts are spelled, gate, up and down; the others are fused in the checkpoint too."""
+RENAMED = {
+    "phimoe": ((r"\.mlp\.", ".block_sparse_moe."), (r"\.router\.weight", ".gate.weight")),
+    "nemotron_h": ((r"^model\.", "backbone."),),
+    "aria_text": ((r"experts\.gate_up_proj$", "experts.fc1.weight"), (r"experts\.down_proj$", "experts.fc2.weight")),
+}
+
+
+def make_config(model_type: str, **changes) -> AutoConfig:
+    return AutoConfig.for_model(model_type, **{**COMMON, **MODELS.get(model_type, {}), **changes})
+
+
+def make_model(model_type: str, **changes) -> nn.Module:
+    """Random weights, large enough that every part matters; norms and biases away from 1 and 0."""
+    torch.manual_seed(7)
+    model = AutoModelForCausalLM.from_config(make_config(model_type, **changes)).eval().requires_grad_(False)
+    model.config._experts_implementation = "eager"  # the others do not take float64
+    for name, p in (*model.named_parameters(), *model.named_buffers()):
+        if name.endswith("correction_bias") or name.endswith("expert_bias"):
+            p.uniform_(-0.2, 0.2)
+        elif "norm" in name and p.ndim == 1:
+            p.uniform_(0.5, 1.5)
+        elif name.endswith("bias"):
+            p.normal_(std=0.3)
+        elif p.ndim > 1 and "A_log" not in name:
+            columns = p.shape[-2] if model_type == "aria_text" and p.ndim == 3 and "expert" in name else p.shape[-1]
+            p.normal_(std=1.0 if "embed" in name else 1.5 * columns**-0.5)
+    return model
+
+
+def spelled(model_type: str, model: nn.Module) -> dict[str, Tensor]:
+    """The model's weights, in bfloat16 but for corrections, as a checkpoint of that architecture names them."""
+    found = {}
+    tied = model.config.tie_word_embeddings
+    for name, w in model.state_dict().items():
+        if tied and name == "lm_head.weight":
+            continue
+        w = w if "_bias" in name and ("correction" in name or "expert" in name) else w.bfloat16()
+        for name, w in _parts(model_type, name, w):
+            for pattern, new in RENAMED.get(model_type, ()):
+                name = re.sub(pattern, new, name)
+            found[name] = w
+    return found
+
+
+def _parts(model_type: str, name: str, w: Tensor):
+    if not name.endswith((".experts.gate_up_proj", ".experts.up_proj", ".experts.down_proj")) or model_type not in PER_EXPERT:
+        yield name, w
+        return
+    *inner, down = PER_EXPERT[model_type]
+    at = name.rpartition(".")[0]
+    for e, expert in enumerate(w):
+        parts = [(down, expert)] if name.endswith("down_proj") else zip(inner, expert.chunk(len(inner)))
+        yield from ((f"{at}.{e}.{part}", rows.contiguous()) for part, rows in parts)
+
+
+def write(folder: Path, model_type: str, model: nn.Module | None = None) -> Path:
+    """A checkpoint of two shards, without a tokenizer."""
+    model = model or make_model(model_type)
+    write_checkpoint(folder, spelled(model_type, model), {**model.config.to_dict(), "model_type": model_type})
+    for file in folder.glob("tokenizer*"):
+        file.unlink()
+    return folder
+
+
+def hold_decoded(model: nn.Module, artifact: Path) -> nn.Module:
+    """Give transformers' model the values that an artifact's weights decode to."""
+    opened = Artifact(artifact)
+    held = dict((*model.named_parameters(), *model.named_buffers()))
+    for name in opened.manifest.tensors:
+        w = opened.load(name)
+        value = decode(w) if isinstance(w, PackedTensor) else w.float()
+        p = held[name]
+        p.copy_(value if value.shape == p.shape else value.transpose(1, 2))
+    return model
