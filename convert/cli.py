@@ -13,7 +13,7 @@ import click
 from tqdm import tqdm
 
 from tutel_pack import __version__, recent
-from tutel_pack.commands import CONTEXT, Commands
+from tutel_pack.commands import CONTEXT, Commands, size
 from tutel_pack.errors import InputError
 
 EPILOG = """
@@ -184,14 +184,6 @@ def _errors_by_format(output: Path) -> tuple[dict[str, float], int]:
         found[manifest.tensors[name].format.name].append(rms**2)
     means = {name: (sum(squares) / len(squares)) ** 0.5 for name, squares in found.items()}
     return means, len(manifest.errors) - len(lossy)
-
-
-def size(count: float) -> str:
-    """Bytes in decimal units, as disks and the Hub give them."""
-    for unit in ("B", "kB", "MB", "GB", "TB"):
-        if count < 1000 or unit == "TB":
-            return f"{count:.0f} B" if unit == "B" else f"{count:.2f} {unit}"
-        count /= 1000
 
 
 @main.command()

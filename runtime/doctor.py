@@ -11,6 +11,7 @@ import torch
 
 from tutel_pack import __version__
 from tutel_pack.artifact import Artifact
+from tutel_pack.commands import size
 from tutel_pack.kernels.ops import BACKENDS
 from tutel_pack.spec import GENERAL, ModelSpec
 
@@ -48,7 +49,7 @@ def _accelerator(index: int) -> str:
 def _artifact_facts(artifact: Artifact) -> dict[str, str]:
     native = isinstance(artifact.spec, ModelSpec)
     return {
-        "artifact": f"{artifact.path}, {artifact.nbytes / 1e9:.2f} GB",
+        "artifact": f"{artifact.path}, {size(artifact.nbytes)}",
         "model": artifact.spec.family if native else artifact.spec.model_type,
         "path": "native" if native else f"{GENERAL}: through its transformers module, which is slower",
     }

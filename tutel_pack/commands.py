@@ -85,6 +85,14 @@ class Commands(click.Group):
             raise _failure(f"Out of memory: {reason}", ResourceError.exit_code) from e
 
 
+def size(count: float) -> str:
+    """Bytes in decimal units, as disks and the Hub give them."""
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if count < 1000 or unit == "TB":
+            return f"{count:.0f} B" if unit == "B" else f"{count:.2f} {unit}"
+        count /= 1000
+
+
 def _failure(message: str, code: int) -> click.ClickException:
     failure = click.ClickException(message)
     failure.exit_code = code

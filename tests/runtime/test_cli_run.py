@@ -417,3 +417,11 @@ def test_full_standard_output_is_one_line_and_exit_code_3(artifact):
         assert done.wait(timeout=60) == 3
     said = done.stderr.read()
     assert "no space left" in said and "Traceback" not in said
+
+
+def test_doctor_names_versions_kernels_and_the_path(artifact):
+    shown = tutel_run("doctor", artifact).stdout
+    assert all(word in shown for word in ("torch ", "kernels", "cores", "path", "native"))
+    found = json.loads(tutel_run("doctor", "--json").stdout)
+    assert "path" not in found and found["tutel-pack"] == tutel_pack.__version__
+    assert "not a packed artifact" in tutel_run("doctor", str(ROOT / "demo"), code=2).stderr
