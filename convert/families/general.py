@@ -103,6 +103,8 @@ def _speller(renamings: list, canonical: Collection[str]) -> Callable[[str], str
     base = {name.split(".")[1]: name.split(".")[0] for name in canonical}
 
     def spell(name: str) -> str:
+        if name in canonical:  # a renaming may hit it all the same, being meant for makers' names
+            return name
         for renaming in renamings:
             name, _ = renaming.rename_source_key(name)
         top = name.split(".")[0]

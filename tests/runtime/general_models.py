@@ -72,6 +72,8 @@ def make_model(model_type: str, **changes) -> nn.Module:
     model = AutoModelForCausalLM.from_config(make_config(model_type, **changes)).eval().requires_grad_(False)
     model.config._experts_implementation = "eager"  # the others do not take float64
     for name, p in (*model.named_parameters(), *model.named_buffers()):
+        if not p.is_floating_point():
+            continue
         if name.endswith("correction_bias") or name.endswith("expert_bias"):
             p.uniform_(-0.2, 0.2)
         elif "norm" in name and p.ndim == 1:
