@@ -106,7 +106,7 @@ def describe(model: nn.Module, tied_head: bool) -> dict[str, TensorSpec]:
     experts = experts_of(model)
     head = head_name(model)
     kept = {f"{name}.{n}": p for name, m in model.named_modules() for n, p in _persistent(m, name)}
-    tensors = {name.removeprefix("."): TensorSpec(tuple(p.shape), KEEP) for name, p in kept.items()}
+    tensors = {name.removeprefix("."): TensorSpec(tuple(p.shape), KEEP, whole=p.dtype == torch.int64) for name, p in kept.items()}
     for name, module in model.named_modules():
         if type(module) is nn.Linear:
             tensors[f"{name}.weight"] = TensorSpec(tuple(module.weight.shape), _role(name, module, experts))

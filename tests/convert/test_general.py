@@ -28,6 +28,7 @@ ROLES = {
     "phimoe": {"experts": 4, "attention": 8, "head": 1},
     "aria_text": {"experts": 4, "shared": 6, "attention": 8, "head": 1},
     "lfm2_moe": {"experts": 2, "attention": 2 + 3 + 4},
+    "deepseek_v4": {"experts": 10, "shared": 15, "attention": 5 * 6 + 4, "head": 1},
 }
 
 

@@ -46,6 +46,12 @@ MODELS = {
         "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40, "num_dense_layers": 1,
         "layer_types": ["conv", "full_attention"],
     },
+    # A cache of its own, a table of experts by token, linear layers in groups, clamped experts.
+    "deepseek_v4": {
+        "num_hidden_layers": 5, "num_key_value_heads": 1, "head_dim": 32, "qk_rope_head_dim": 16, "q_lora_rank": 32, "o_groups": 2,
+        "o_lora_rank": 16, "n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "index_n_heads": 2,
+        "index_head_dim": 16, "index_topk": 8, "sliding_window": 16,
+    },
 }  # fmt: skip
 PER_EXPERT = {
     "dots1": ("gate_proj.weight", "up_proj.weight", "down_proj.weight"),
@@ -73,6 +79,7 @@ def make_model(model_type: str, **changes) -> nn.Module:
     model.config._experts_implementation = "eager"  # the others do not take float64
     for name, p in (*model.named_parameters(), *model.named_buffers()):
         if not p.is_floating_point():
+            p.random_(0, 6)  # a table of experts by token
             continue
         if name.endswith("correction_bias") or name.endswith("expert_bias"):
             p.uniform_(-0.2, 0.2)
@@ -93,7 +100,8 @@ def spelled(model_type: str, model: nn.Module) -> dict[str, Tensor]:
     for name, w in model.state_dict().items():
         if tied and name == "lm_head.weight":
             continue
-        w = w if "_bias" in name and ("correction" in name or "expert" in name) else w.bfloat16()
+        kept = not w.is_floating_point() or ("_bias" in name and ("correction" in name or "expert" in name))
+        w = w if kept else w.bfloat16()
         for name, w in _parts(model_type, name, w):
             for pattern, new in RENAMED.get(model_type, ()):
                 name = re.sub(pattern, new, name)
