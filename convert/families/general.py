@@ -41,7 +41,7 @@ def find(config: dict) -> Family | None:
         model_types=(model_type,),
         spec=lambda _: _spec(model),
         renames={re.escape(name): sources for name, sources in _expert_sources(model, parts).items()},
-        skips=_SKIPS,
+        skips=_SKIPS | {f".*(?:{p}).*": "its transformers module has no such part" for p in model._keys_to_ignore_on_load_unexpected or ()},
         transposed=tuple(
             re.escape(f"{name}.{w}") for name, m in general.experts_of(model).items() if m.is_transposed for w in general.expert_weights(m)
         ),

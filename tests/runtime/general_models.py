@@ -59,13 +59,27 @@ PER_EXPERT = {
     "nemotron_h": ("up_proj.weight", "down_proj.weight"),
     "phimoe": ("w1.weight", "w3.weight", "w2.weight"),
     "lfm2_moe": ("w1.weight", "w3.weight", "w2.weight"),
+    "deepseek_v4": ("w1.weight", "w3.weight", "w2.weight"),
 }
 """How the parts of experts are spelled, gate, up and down; the others are fused in the checkpoint too."""
 RENAMED = {
     "phimoe": ((r"\.mlp\.", ".block_sparse_moe."), (r"\.router\.weight", ".gate.weight")),
     "nemotron_h": ((r"^model\.", "backbone."),),
     "aria_text": ((r"experts\.gate_up_proj$", "experts.fc1.weight"), (r"experts\.down_proj$", "experts.fc2.weight")),
-}
+    "deepseek_v4": (
+        (r"^model\.", ""), (r"^embed_tokens", "embed"), (r"^lm_head", "head"), (r"hc_head\.hc_", "hc_head_"),
+        (r"\.compressor\.indexer\.scorer\.weights_proj", ".indexer.weights_proj"), (r"compressor\.kv_norm", "compressor.norm"),
+        (r"\.compressor\.indexer\.q_b_proj", ".indexer.wq_b"), (r"\.compressor\.indexer\.kv_norm", ".compressor.indexer.norm"),
+        (r"\.compressor\.indexer\.", ".indexer.compressor."), (r"compressor\.kv_proj", "compressor.wkv"),
+        (r"compressor\.gate_proj", "compressor.wgate"), (r"position_bias", "ape"), (r"self_attn\.q_a_norm", "self_attn.q_norm"),
+        (r"q_a_proj", "wq_a"), (r"q_b_proj", "wq_b"), (r"self_attn\.kv_proj", "self_attn.wkv"), (r"o_a_proj", "wo_a"),
+        (r"o_b_proj", "wo_b"), (r"self_attn\.sinks", "self_attn.attn_sink"), (r"\.self_attn\.", ".attn."),
+        (r"shared_experts\.gate_proj", "shared_experts.w1"), (r"shared_experts\.up_proj", "shared_experts.w3"),
+        (r"shared_experts\.down_proj", "shared_experts.w2"), (r"gate\.e_score_correction_bias", "gate.bias"), (r"\.mlp\.", ".ffn."),
+        (r"input_layernorm", "attn_norm"), (r"post_attention_layernorm", "ffn_norm"), (r"attn_hc\.", "hc_attn_"),
+        (r"ffn_hc\.", "hc_ffn_"),
+    ),
+}  # fmt: skip
 
 
 def make_config(model_type: str, **changes) -> AutoConfig:
