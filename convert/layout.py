@@ -55,7 +55,8 @@ def entry_for(target: Target, recipe: Recipe) -> Entry:
         fmt = stored.pop()
         if fmt is not None and fmt.block:
             return Entry(_file(target.name), target.tensor.shape, fmt, target.tensor.shape[-2:-1])
-        _check_type(target, dtypes)
+        if not target.tensor.whole or dtypes != {torch.int64}:
+            _check_type(target, dtypes)
         return Entry(_file(target.name), target.tensor.shape, dtype=dtypes.pop())
     if None in stored:
         _check_type(target, dtypes)

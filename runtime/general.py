@@ -33,9 +33,14 @@ class GeneralDecoder:
     """
 
     def __init__(
-        self, spec: General, config: dict, weights: Callable[[str], Weight], device: torch.device | str, dtype: torch.dtype,
+        self,
+        spec: General,
+        config: dict,
+        weights: Callable[[str], Weight],
+        device: torch.device | str,
+        dtype: torch.dtype,
         backend: str = "auto",
-    ):  # fmt: skip
+    ):
         self.spec, self.device, self.dtype = spec, torch.device(device), dtype
         self._model = general.build(config, dtype)
         self._model.requires_grad_(False)
@@ -65,9 +70,11 @@ class GeneralDecoder:
             past = cache.past(table[0], int(batch.positions[start]), stop - start)
             new = slice(start, stop)
             try:
-                logits[wanted] = self._run(batch.tokens[new], past, batch.rows[wanted] - start, states[new] if hidden else None)
+                kept = states[new] if hidden else None
+                logits[wanted] = self._run(batch.tokens[new], past, batch.rows[wanted] - start, kept)
             except torch.OutOfMemoryError as e:
-                raise ResourceError(f"The memory of {self.device} is full: run fewer or shorter sequences at once.") from e
+                reason = f"The memory of {self.device} is full: run fewer or shorter sequences at once."
+                raise ResourceError(reason) from e
         return (logits, states) if hidden else logits
 
     def _run(self, tokens: Tensor, past: _Past, rows: Tensor, states: Tensor | None) -> Tensor:
@@ -115,7 +122,8 @@ class GeneralCache(PagedCache):
             self._pasts[block] = _Past()
         found = self._pasts.get(block)
         if found is None or found.length != position:
-            raise ValueError(f"tokens from position {position} on do not follow the {found.length if found else 0} that were run")
+            have = found.length if found else 0
+            raise ValueError(f"tokens from position {position} on do not follow the {have} that were run")
         found.length += new
         return found
 
@@ -156,7 +164,9 @@ class _Weights:
         """InputError if the weight has another shape than the module."""
         weight, shape = self._load(name), self._tensors[name].shape
         if tuple(weight.shape) != shape:
-            raise InputError(f"{name} has shape {tuple(weight.shape)} where its transformers module has {shape}: convert again.")
+            raise InputError(
+                f"{name} has shape {tuple(weight.shape)} where its transformers module has {shape}: convert again."
+            )
         return weight.to(self.device)
 
     def plain(self, name: str, dtype: torch.dtype) -> Tensor:
@@ -231,19 +241,15 @@ class PackedExperts(nn.Module):
         inner = self._ops.linear(x, _matrix(self._up, e), up_bias)
         inner = self._original._apply_gate(inner) if self.has_gate else self.act_fn(inner)
         out = self._ops.linear(inner, _matrix(self._down, e), down_bias)
-        return self.post_expert_norm(out) if self.has_post_expert_norm else out
+        return self.post_expert_norm(out) if getattr(self, "has_post_expert_norm", False) else out
 
 
 def _is_swiglu(module: nn.Module) -> bool:
     """Whether ops.moe computes what the module does."""
-    from transformers.integrations.moe import _default_apply_gate
-
-    plain = getattr(type(module), "_apply_gate", None) is _default_apply_gate and not _normed(module)
-    return plain and module.has_gate and type(module.act_fn).__name__ in ("SiLU", "SiLUActivation")
-
-
-def _normed(module: nn.Module) -> bool:
-    return getattr(module, "has_post_expert_norm", False)
+    own_gate = getattr(type(module)._apply_gate, "__name__", "") != "_default_apply_gate"
+    if own_gate or not module.has_gate or getattr(module, "has_post_expert_norm", False):
+        return False
+    return type(module.act_fn).__name__ in ("SiLU", "SiLUActivation")
 
 
 def _matrix(w: Weight, e: int) -> Weight:
@@ -317,7 +323,8 @@ def _compute_buffers(model: nn.Module, device: torch.device) -> None:
             unset = left.isnan() if left.is_floating_point() else left == _UNSET.get(left.dtype, 2)
             if unset.any() or left.is_meta:
                 general.refuse(model.config.model_type, f"its buffer {name}.{n} follows from nothing that is stored")
-        if forgotten := [n for n, value in vars(module).items() if isinstance(value, Tensor) and value.is_meta]:
+        forgotten = [n for n, value in vars(module).items() if isinstance(value, Tensor) and value.is_meta]
+        if forgotten:
             general.refuse(model.config.model_type, f"its tensor {name}.{forgotten[0]} is neither a parameter nor a buffer")
 
 

@@ -33,7 +33,8 @@ def build(config: dict, dtype: torch.dtype = torch.float32) -> nn.Module:
     # How the checkpoint is quantized is no matter of the module, and an author's code is never run.
     values = {k: v for k, v in config.items() if k not in ("quantization_config", "auto_map", "dtype", "torch_dtype")}
     # Before the config object, which may list all layers.
-    if any(type(d.get("num_hidden_layers")) is int and d["num_hidden_layers"] > MOST_LAYERS for d in (config, *config.values()) if isinstance(d, dict)):
+    counts = [d.get("num_hidden_layers") for d in (config, *config.values()) if isinstance(d, dict)]
+    if any(type(n) is int and n > MOST_LAYERS for n in counts):
         refuse(model_type, f"its config.json asks for more than {MOST_LAYERS} layers")
     try:
         made = CONFIG_MAPPING[model_type].from_dict(values)
@@ -68,7 +69,7 @@ def experts_of(model: nn.Module) -> dict[str, nn.Module]:
             refuse(model_type, f"{name} ({type(module).__name__}) {reason}")
     for name, module in model.named_modules():
         if isinstance(module, nn.ModuleList) and name.rpartition(".")[2] == "experts":
-            refuse(model_type, f"{name} is a list of modules, not one with the weights of all experts in 3-D parameters")
+            refuse(model_type, f"{name} is a list of modules, not one that has all experts in 3-D parameters")
     for name, p in model.named_parameters():
         if p.ndim == 3 and "expert" in name and name.rpartition(".")[0] not in found:
             refuse(model_type, f"{name} {list(p.shape)} are weights of experts in a layout that is not known")
@@ -106,7 +107,9 @@ def describe(model: nn.Module, tied_head: bool) -> dict[str, TensorSpec]:
     experts = experts_of(model)
     head = head_name(model)
     kept = {f"{name}.{n}": p for name, m in model.named_modules() for n, p in _persistent(m, name)}
-    tensors = {name.removeprefix("."): TensorSpec(tuple(p.shape), KEEP) for name, p in kept.items()}
+    tensors = {
+        name.removeprefix("."): TensorSpec(tuple(p.shape), KEEP, whole=p.dtype == torch.int64) for name, p in kept.items()
+    }
     for name, module in model.named_modules():
         if type(module) is nn.Linear:
             tensors[f"{name}.weight"] = TensorSpec(tuple(module.weight.shape), _role(name, module, experts))

@@ -29,11 +29,12 @@ Named = Iterator[tuple[str, "TensorSpec"]]
 @dataclass(frozen=True)
 class TensorSpec:
     """shape: logical.  segments: row counts of a matrix's parts, where it has more than one (gate rows, up rows); of a
-    bias of experts, [E, 2·I], the parts of its last dimension."""
+    bias of experts, [E, 2·I], the parts of its last dimension.  whole: it holds whole numbers, such as ids of experts."""
 
     shape: tuple[int, ...]
     role: str
     segments: tuple[int, ...] = ()
+    whole: bool = False
 
 
 def layer_names(spec: ModelSpec) -> dict[str, str]:

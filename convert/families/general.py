@@ -23,6 +23,7 @@ _DEFAULT = {
 }
 """How the parts of fused experts are spelled where the mapping says nothing."""
 _SKIPS = {r".*rotary_emb\.inv_freq": "a buffer that follows from the config"}
+_LEFT_OUT = "its transformers module has no such part"
 _MERGES = {"MergeModulelist", "Concatenate"}
 
 
@@ -41,10 +42,8 @@ def find(config: dict) -> Family | None:
         model_types=(model_type,),
         spec=lambda _: _spec(model),
         renames={re.escape(name): sources for name, sources in _expert_sources(model, parts).items()},
-        skips=_SKIPS,
-        transposed=tuple(
-            re.escape(f"{name}.{w}") for name, m in general.experts_of(model).items() if m.is_transposed for w in general.expert_weights(m)
-        ),
+        skips=_SKIPS | {f".*(?:{p}).*": _LEFT_OUT for p in model._keys_to_ignore_on_load_unexpected or ()},
+        transposed=tuple(re.escape(name) for name, m in _fused(model).items() if m.is_transposed),
         tensors=lambda spec: general.describe(model, spec.tied_head),
         spell=_speller(renamings, tensors),
     )
@@ -78,8 +77,12 @@ def _mapping(model: nn.Module) -> tuple[list, list]:
 
 def _expert_sources(model: nn.Module, converters: list) -> dict[str, tuple[str, ...]]:
     """Canonical name of a fused weight -> names of its parts, with {expert} for the expert."""
-    names = [f"{name}.{w}" for name, m in general.experts_of(model).items() for w in general.expert_weights(m)]
-    return {name: _sources(name, converters) for name in names}
+    return {name: _sources(name, converters) for name in _fused(model)}
+
+
+def _fused(model: nn.Module) -> dict[str, nn.Module]:
+    """Canonical name of a weight of all experts -> the module that holds it."""
+    return {f"{name}.{w}": m for name, m in general.experts_of(model).items() for w in general.expert_weights(m)}
 
 
 def _sources(name: str, converters: list) -> tuple[str, ...]:
@@ -87,7 +90,8 @@ def _sources(name: str, converters: list) -> tuple[str, ...]:
         target = _plain(converter.target_patterns[0])
         merges = {type(op).__name__ for op in converter.operations} <= _MERGES
         if merges and len(converter.target_patterns) == 1 and name.endswith(target):
-            return tuple(name.removesuffix(target) + _plain(s).replace("*", "{expert}") for s in converter.source_patterns)
+            start = name.removesuffix(target)
+            return tuple(start + _plain(s).replace("*", "{expert}") for s in converter.source_patterns)
     block, _, weight = name.rpartition(".")
     return tuple(f"{block}.{{expert}}.{part}" for part in _DEFAULT[weight])
 
@@ -103,6 +107,8 @@ def _speller(renamings: list, canonical: Collection[str]) -> Callable[[str], str
     base = {name.split(".")[1]: name.split(".")[0] for name in canonical}
 
     def spell(name: str) -> str:
+        if name in canonical:  # a renaming may hit it all the same, being meant for makers' names
+            return name
         for renaming in renamings:
             name, _ = renaming.rename_source_key(name)
         top = name.split(".")[0]

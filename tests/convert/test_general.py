@@ -28,6 +28,7 @@ ROLES = {
     "phimoe": {"experts": 4, "attention": 8, "head": 1},
     "aria_text": {"experts": 4, "shared": 6, "attention": 8, "head": 1},
     "lfm2_moe": {"experts": 2, "attention": 2 + 3 + 4},
+    "deepseek_v4": {"experts": 10, "shared": 15, "attention": 5 * 6 + 4, "head": 1},
 }
 
 
@@ -129,6 +130,14 @@ def test_what_is_missing_or_unknown_is_listed(tmp_path):
     sentence = refusal(tmp_path, config_of("nemotron_h"), weights)
     assert "lacks 1 tensors: model.layers.1.mixer.experts.4.up_proj.weight" in sentence
     assert "has unknown 1 tensors: model.layers.0.mixer.wonder" in sentence
+
+
+def test_what_the_module_leaves_out_is_left_out_with_a_reason(tmp_path):
+    weights = spelled("deepseek_v4", make_model("deepseek_v4"))
+    weights["mtp.0.attn.wq_a.weight"] = torch.ones(2, 2)
+    write_checkpoint(tmp_path / "source", weights, config_of("deepseek_v4"))
+    skipped = plan(str(tmp_path / "source"), Recipe()).skipped
+    assert len(skipped) == 1 and list(skipped)[0].startswith("mtp.0.") and "has no such part" in list(skipped.values())[0]
 
 
 def test_two_names_for_one_tensor_are_not_one(tmp_path):

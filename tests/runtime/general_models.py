@@ -46,6 +46,12 @@ MODELS = {
         "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40, "num_dense_layers": 1,
         "layer_types": ["conv", "full_attention"],
     },
+    # A cache of its own, a table of experts by token, linear layers in groups, clamped experts.
+    "deepseek_v4": {
+        "num_hidden_layers": 5, "num_key_value_heads": 1, "head_dim": 32, "qk_rope_head_dim": 16, "q_lora_rank": 32, "o_groups": 2,
+        "o_lora_rank": 16, "n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "index_n_heads": 2,
+        "index_head_dim": 16, "index_topk": 8, "sliding_window": 16,
+    },
 }  # fmt: skip
 PER_EXPERT = {
     "dots1": ("gate_proj.weight", "up_proj.weight", "down_proj.weight"),
@@ -53,13 +59,27 @@ PER_EXPERT = {
     "nemotron_h": ("up_proj.weight", "down_proj.weight"),
     "phimoe": ("w1.weight", "w3.weight", "w2.weight"),
     "lfm2_moe": ("w1.weight", "w3.weight", "w2.weight"),
+    "deepseek_v4": ("w1.weight", "w3.weight", "w2.weight"),
 }
 """How the parts of experts are spelled, gate, up and down; the others are fused in the checkpoint too."""
 RENAMED = {
     "phimoe": ((r"\.mlp\.", ".block_sparse_moe."), (r"\.router\.weight", ".gate.weight")),
     "nemotron_h": ((r"^model\.", "backbone."),),
     "aria_text": ((r"experts\.gate_up_proj$", "experts.fc1.weight"), (r"experts\.down_proj$", "experts.fc2.weight")),
-}
+    "deepseek_v4": (
+        (r"^model\.", ""), (r"^embed_tokens", "embed"), (r"^lm_head", "head"), (r"hc_head\.hc_", "hc_head_"),
+        (r"\.compressor\.indexer\.scorer\.weights_proj", ".indexer.weights_proj"), (r"compressor\.kv_norm", "compressor.norm"),
+        (r"\.compressor\.indexer\.q_b_proj", ".indexer.wq_b"), (r"\.compressor\.indexer\.kv_norm", ".compressor.indexer.norm"),
+        (r"\.compressor\.indexer\.", ".indexer.compressor."), (r"compressor\.kv_proj", "compressor.wkv"),
+        (r"compressor\.gate_proj", "compressor.wgate"), (r"position_bias", "ape"), (r"self_attn\.q_a_norm", "self_attn.q_norm"),
+        (r"q_a_proj", "wq_a"), (r"q_b_proj", "wq_b"), (r"self_attn\.kv_proj", "self_attn.wkv"), (r"o_a_proj", "wo_a"),
+        (r"o_b_proj", "wo_b"), (r"self_attn\.sinks", "self_attn.attn_sink"), (r"\.self_attn\.", ".attn."),
+        (r"shared_experts\.gate_proj", "shared_experts.w1"), (r"shared_experts\.up_proj", "shared_experts.w3"),
+        (r"shared_experts\.down_proj", "shared_experts.w2"), (r"gate\.e_score_correction_bias", "gate.bias"), (r"\.mlp\.", ".ffn."),
+        (r"input_layernorm", "attn_norm"), (r"post_attention_layernorm", "ffn_norm"), (r"attn_hc\.", "hc_attn_"),
+        (r"ffn_hc\.", "hc_ffn_"),
+    ),
+}  # fmt: skip
 
 
 def make_config(model_type: str, **changes) -> AutoConfig:
@@ -72,6 +92,9 @@ def make_model(model_type: str, **changes) -> nn.Module:
     model = AutoModelForCausalLM.from_config(make_config(model_type, **changes)).eval().requires_grad_(False)
     model.config._experts_implementation = "eager"  # the others do not take float64
     for name, p in (*model.named_parameters(), *model.named_buffers()):
+        if not p.is_floating_point():
+            p.random_(0, 6)  # a table of experts by token
+            continue
         if name.endswith("correction_bias") or name.endswith("expert_bias"):
             p.uniform_(-0.2, 0.2)
         elif "norm" in name and p.ndim == 1:
@@ -91,7 +114,8 @@ def spelled(model_type: str, model: nn.Module) -> dict[str, Tensor]:
     for name, w in model.state_dict().items():
         if tied and name == "lm_head.weight":
             continue
-        w = w if "_bias" in name and ("correction" in name or "expert" in name) else w.bfloat16()
+        kept = not w.is_floating_point() or ("_bias" in name and ("correction" in name or "expert" in name))
+        w = w if kept else w.bfloat16()
         for name, w in _parts(model_type, name, w):
             for pattern, new in RENAMED.get(model_type, ()):
                 name = re.sub(pattern, new, name)

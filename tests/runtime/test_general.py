@@ -157,11 +157,12 @@ BROKEN = {
 
 @pytest.mark.parametrize("broken", BROKEN)
 @pytest.mark.parametrize("model_type", ["dots1", "nemotron_h"])
-def test_the_limit_is_tight(cases, model_type, broken, monkeypatch):
+def test_the_limit_is_tight(cases, model_type, broken):
     """Both ways in which experts are computed are seen to matter: swiglu by ops.moe, others one by one."""
     case = cases(model_type)
     model = load_packed(case.artifact, device="cpu", dtype=torch.float32)
     found = next(m for m in model.decoder._model.modules() if isinstance(m, PackedExperts))
+    assert found._swiglu == (model_type == "dots1")
     found._down = found._down.from_parts(
         found._down.format, found._down.shape, found._down.segments, {k: p.clone() for k, p in found._down.parts().items() if p is not None}
     )
