@@ -26,14 +26,6 @@ GATE_UP, DOWN, Q = AT + "gate_up_proj", AT + "down_proj", "model.layers.0.self_a
 GATE1 = AT + "1.gate_proj"
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def config_of(layout: str) -> dict:
     return qwen3_config(quantization_config=LAYOUTS[layout][0], **SIZES)
 

@@ -32,15 +32,6 @@ RAGGED = {"hidden_size": 104, "moe_intermediate_size": 40}  # neither divides by
 TALL = {"hidden_size": 96, "moe_intermediate_size": 320, "vocab_size": 300, "num_hidden_layers": 2}  # segments of 2½ cuts of 128 rows
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Tensors this small are slower with more, much slower where the processors are busy."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture
 def checkpoint(tmp_path):
     """config, weights -> the folder that holds them, two shards."""

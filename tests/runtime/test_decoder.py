@@ -35,15 +35,6 @@ PACKED_TO = [name for name in FORMATS if name != "int4"]
 GREEDY = 64
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """Products this small take less time than waking a second thread."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.fixture(scope="module")
 def pair() -> Pair:
     return Pair("nvfp4")

@@ -67,15 +67,6 @@ VARIANTS = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """Products this small take less time than waking a second thread."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 def make_model(kind: str, seed: int = 5, **options):
     """Random weights, large enough that every part matters; norms away from 1, memories that last for many tokens."""
     torch.manual_seed(seed)

@@ -61,14 +61,6 @@ CASES = {
 FAMILIES = ["qwen2_moe", "olmoe", "mixtral", "minimax_m2", "gpt_oss", "glm4_moe", "ernie4_5_moe", "granitemoe"]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 def pair_of(case: str, fmt: str | None = None, **options) -> Pair:
     model_type, configured = CASES[case]
     return Pair(model_type, fmt, **{**configured, **options})

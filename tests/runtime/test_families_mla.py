@@ -58,14 +58,6 @@ KEPT = ("kv_b_proj.weight", "indexer.wq_b.weight", "indexer.wk.weight")
 GREEDY = 16
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 class Pair:
     """transformers' model, and the description and weights of ours. The model holds what the packed weights decode to."""
 

@@ -27,14 +27,6 @@ GREEDY = 24
 CASES = [(m, "mxfp4") for m in MODELS] + [("dots1", "fp8"), ("nemotron_h", "fp8"), ("jamba", "nvfp4")]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 class Case:
     """An artifact, ours in float32, and transformers' model with the values that the artifact decodes to."""
 
