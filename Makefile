@@ -3,8 +3,8 @@
 PYTHON ?= python3
 EXTRAS ?= test
 BIN := .venv/bin
-READY := .venv/ready-$(subst $(comma),-,$(EXTRAS))
 comma := ,
+READY := .venv/ready-$(subst $(comma),-,$(EXTRAS))
 
 .PHONY: demo test test-slow clean
 
