@@ -76,6 +76,11 @@ def _device(device: torch.device | str) -> torch.device:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         device = torch.device(device)
+    except RuntimeError:  # whose message lists every kind of device that torch was ever built for
+        raise InputError(f"There is no device {str(device)!r}: choose one such as 'cpu', 'cuda' or 'cuda:1'.") from None
+    if device.type == "meta":
+        raise InputError("The device 'meta' holds no values: choose one such as 'cpu', 'cuda' or 'cuda:1'.")
+    try:
         torch.empty(0, device=device)
     except (AssertionError, NotImplementedError, RuntimeError) as e:  # the ways torch refuses a device that it lacks
         reason = str(e).splitlines()[0].rstrip(".")

@@ -138,10 +138,11 @@ def test_the_whole_context_may_be_used(model):
     [
         ({"dtype": torch.float64}, InputError, "Cannot compute in torch.float64: choose one of torch.bfloat16"),
         ({"backend": "metal"}, InputError, "Unknown backend 'metal'"),
-        ({"device": "gpu7"}, ResourceError, "'gpu7' cannot be used here"),
+        ({"device": "gpu7"}, InputError, "There is no device 'gpu7'"),
+        ({"device": "meta"}, InputError, "holds no values"),
         ({"device": "cuda:99"}, ResourceError, "'cuda:99' cannot be used here"),
     ],
-    ids=["dtype", "backend", "no device", "missing device"],
+    ids=["dtype", "backend", "no device", "no values", "missing device"],
 )
 def test_wrong_options_are_named(artifact, options, error, message):
     with pytest.raises(error, match=message):
