@@ -10,7 +10,7 @@ import torch
 
 from tests.checkpoints import garbled, spread, to_fp8, values, write_checkpoint
 from tests.quant.oracle import decode_matrix
-from tests.runtime.test_decoder import prompts, worst
+from tests.runtime.test_decoder import greedy, prompts, worst
 from tests.runtime.test_families_mla import make_model, tensors
 from tutel_pack import load_packed
 from tutel_pack.artifact import Artifact
@@ -324,6 +324,21 @@ def test_sparse_attention_in_block_fp8(tmp_path, model_type, name, options):
     )
     fill(model, artifact, decoded(weights), False)
     check_logits(artifact, model, 1e-3)
+
+
+@pytest.mark.parametrize("fmt", ["mxfp4", "nvfp4"])
+def test_glm_4_7_flash_in_bf16(tmp_path, fmt):
+    config = v3_config(model_type="glm4_moe_lite", n_group=1, topk_group=1)
+    model = transformers_model("Glm4MoeLite", config)
+    weights = checkpoint(model, spec_of(config))
+    artifact = converted(tmp_path, weights, config, fmt)
+    assert artifact.manifest.tensors["model.layers.1.mlp.shared_experts.up_proj.weight"].format.name == fmt
+    fill(model, artifact, decoded(weights), True)
+    check_logits(artifact, model, 1e-4)
+    prompt = prompts(11)[0]
+    options = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    expected = model.generate(torch.tensor([prompt]), **options)[0, len(prompt) :].tolist()
+    assert greedy(load_packed(artifact.path, dtype=torch.float32).decoder, [prompt], 24) == [expected]
 
 
 INT4 = {
