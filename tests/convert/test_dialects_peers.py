@@ -114,3 +114,22 @@ def test_mxfp4_of_modelopt(qtensor, read, shape):
     theirs, scale = qtensor.MXFP4QTensor.quantize(x.clone(), 32)
     values = theirs.dequantize(torch.float32, scale=scale, block_sizes={-1: 32})
     assert torch.equal(read({"weight": theirs._quantized_data, "weight_scale": scale.view(shape[0], -1)}, "quark"), values)
+
+
+def test_mxfp4_of_gpt_oss(tmp_path):
+    """transformers' own decode, of every byte of elements and every exponent that is a number."""
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    generator = torch.Generator().manual_seed(3)
+    blocks = torch.randint(0, 256, (3, 170, 3, 16), dtype=torch.uint8, generator=generator)
+    blocks.view(-1)[:256] = torch.arange(256, dtype=torch.uint8)
+    # Beyond these, bfloat16 has no room for the product, and ldexp's own rounding begins.
+    scales = torch.randint(3, 252, (3, 170, 3), dtype=torch.uint8, generator=generator)
+    save_file({"x_blocks": blocks, "x_scales": scales}, tmp_path / "model.safetensors")
+    source = open_source(str(tmp_path))
+    stored = find_weights(read_index(source), {"quantization_config": {"quant_method": "mxfp4"}})["x"]
+    ours = decode(read_rows(source, stored, 0, 3 * 170), torch.bfloat16).view(3, 170, 96)
+    theirs = convert_moe_packed_tensors(blocks, scales).transpose(1, 2)
+    assert torch.isfinite(theirs).all() and torch.equal(ours, theirs)
+    swapped = convert_moe_packed_tensors((blocks << 4) | (blocks >> 4), scales).transpose(1, 2)
+    assert not torch.equal(ours, swapped)
