@@ -12,8 +12,11 @@ from pathlib import Path
 import pytest
 import torch
 from click.testing import CliRunner
+from safetensors.torch import load_file
 
+from tests.checkpoints import to_layout, write_checkpoint
 from tests.runtime.general_models import MODELS, hold_decoded, make_model, write
+from tutel_pack.artifact import Artifact
 from tutel_pack.convert.pipeline import convert_checkpoint
 from tutel_pack.errors import InputError
 from tutel_pack.formats import PackedTensor
@@ -255,3 +258,21 @@ def test_a_buffer_that_nothing_computes_is_refused(cases, monkeypatch):
     monkeypatch.setattr(type(cases("dots1").theirs), "_init_weights", lambda self, module: None)
     with pytest.raises(InputError, match=r"rotary_emb\.inv_freq follows from nothing that is stored"):
         load_packed(cases("dots1").artifact, device="cpu")
+
+
+@pytest.mark.parametrize("fmt", ["source", "mxfp4"])
+def test_deepseek_v4_as_its_maker_packs_it(tmp_path, fmt):
+    """Experts in FP4 and the rest of the matrices in block-FP8, both with e8m0 scales."""
+    source = write(tmp_path / "bf16", "deepseek_v4", make_model("deepseek_v4"))
+    weights = {name: w for file in source.glob("*.safetensors") for name, w in load_file(file).items()}
+    weights = to_layout("mxfp4-v4", weights, r"ffn\.experts\.\d+\.w\d\.weight")
+    weights = to_layout("fp8-block-e8m0", weights, r"(attn\.(wq_a|wq_b|wkv|wo_a|wo_b)|ffn\.shared_experts\.w\d)\.weight")
+    assert {torch.int8, torch.float8_e8m0fnu, torch.float8_e4m3fn} <= {w.dtype for w in weights.values()}
+    config = json.loads((source / "config.json").read_text())
+    config |= {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}, "expert_dtype": "fp4"}
+    out = convert_checkpoint(str(write_checkpoint(tmp_path / "fp4", weights, config)), tmp_path / "out", fmt=fmt)
+    experts = [e for name, e in Artifact(out).manifest.tensors.items() if ".experts." in name]
+    assert {e.format.name for e in experts} == {"mxfp4"} and not any(".experts." in n for n in Artifact(out).manifest.errors)
+    theirs, ids = hold_decoded(make_model("deepseek_v4"), out), torch.tensor(prompts(30, 30))
+    logits, expected = load_packed(out, device="cpu", dtype=torch.float32).forward(ids), theirs(ids).logits
+    assert ((logits - expected).abs().amax(-1) / expected.abs().amax(-1)).max() < FLOAT32_LIMIT
