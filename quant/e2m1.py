@@ -7,6 +7,7 @@ contiguous memory and an error sum is a few slice additions.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -24,6 +25,7 @@ def unpack(data: Tensor, dtype: torch.dtype) -> Tensor:
     return pairs.view(dtype).view(*data.shape[:-1], -1)
 
 
+@cache  # made once, for every tile of every token asks for it
 def _pairs(dtype: torch.dtype, device: torch.device) -> Tensor:
     """For each byte its two values, side by side in one integer of twice the width, so that one lookup moves both."""
     values = torch.tensor([*VALUES, *(-v for v in VALUES)], dtype=dtype)

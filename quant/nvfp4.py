@@ -7,7 +7,7 @@ from torch import Tensor
 
 from tutel_pack.formats import PackedTensor
 from tutel_pack.quant import e2m1
-from tutel_pack.quant.rounding import Sums
+from tutel_pack.quant.rounding import Sums, e4m3_values
 
 RULES = ("lsq", "amax")
 """lsq: the best of the e4m3 codes −3 … +7 around amax/6.  amax: the code nearest to amax/6 (ModelOpt's rule)."""
@@ -32,16 +32,12 @@ def encode_tile(x: Tensor, tile: PackedTensor, rule: str, measure: bool) -> Sums
     nearest = wanted.clamp(_SCALE_MIN, _SCALE_MAX).to(torch.float8_e4m3fn).view(torch.uint8).to(torch.int32)
     steps = torch.arange(-3, 8) if rule == "lsq" else torch.zeros(1, dtype=torch.int64)
     codes = (nearest + steps[:, None].to(nearest)).clamp_(1, 126)
-    candidates = _e4m3_values(x.device).index_select(0, codes.flatten()).view(codes.shape)
+    candidates = e4m3_values(x.device).index_select(0, codes.flatten()).view(codes.shape)
     scale = search.best(candidates.unbind(), tile.global_scale)
     pairs, error = search.encode(scale * tile.global_scale)
     tile.data.view(-1, BLOCK // 2).copy_(pairs.T)
     tile.scale.copy_(scale.view(tile.scale.shape).to(torch.float8_e4m3fn))
     return search.amax, error() if measure else None, energy
-
-
-def _e4m3_values(device: torch.device) -> Tensor:
-    return torch.arange(127, dtype=torch.uint8, device=device).view(torch.float8_e4m3fn).to(torch.float32)
 
 
 def decode_tile(tile: PackedTensor, dtype: torch.dtype) -> Tensor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 from torch import Tensor
 
@@ -30,6 +32,12 @@ def round_(y: Tensor, scratch: Tensor, mantissa_bits: int, smallest_normal: floa
     """Round float32 y in place, see `add_rounding_`."""
     step = add_rounding_(y, scratch, mantissa_bits, smallest_normal)
     return y.sub_(scratch, alpha=step)
+
+
+@cache
+def e4m3_values(device: torch.device) -> Tensor:
+    """float32 [256]: the value of every e4m3 code."""
+    return torch.arange(256, dtype=torch.uint8, device=device).view(torch.float8_e4m3fn).to(torch.float32)
 
 
 def tree_sum_(x: Tensor) -> Tensor:
