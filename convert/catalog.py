@@ -24,7 +24,8 @@ GENERAL = """
 
 Any `model_type` that transformers builds, and whose experts it keeps fused, is converted by the same rules and runs through its
 transformers module with packed experts and linear layers: the general path, which is slower. `tutel-run doctor ARTIFACT` and
-the loader say which path a model takes. What cannot be mapped is refused before a weight is read, by name.
+the loader say which path a model takes. Of a model that sees or hears (Qwen3-VL-MoE, GLM-4.5V, Llama 4, …) the text part is
+converted, and the report lists what was left out. What cannot be mapped is refused before a weight is read, by name.
 
 ## Source formats
 

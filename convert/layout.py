@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -13,7 +12,7 @@ from tutel_pack.convert.families import Piece, Target
 from tutel_pack.errors import InputError
 from tutel_pack.formats import Format
 from tutel_pack.quant.recipe import Recipe
-from tutel_pack.tensors import KEEP
+from tutel_pack.tensors import KEEP, layer_of
 
 UNIT_ELEMENTS = 1 << 25
 """Elements of a unit: 64 MiB of BF16."""
@@ -76,8 +75,8 @@ def _check_type(target: Target, dtypes: set[torch.dtype]) -> None:
 
 
 def _file(name: str) -> str:
-    layer = re.match(r"model\.layers\.(\d+)\.", name)
-    return f"layers-{int(layer[1]):05d}.safetensors" if layer else "base.safetensors"
+    layer = layer_of(name)
+    return "base.safetensors" if layer is None else f"layers-{layer:05d}.safetensors"
 
 
 def units(target: Target, entry: Entry) -> Iterator[Unit]:

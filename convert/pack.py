@@ -132,8 +132,11 @@ def _write_plain(unit: Unit, entry: Entry, rows: list[Rows], writer: FileWriter)
     writer.write(unit.target.name, (unit.first,), data)
 
 
-def _joined(unit: Unit, shape: tuple[int, int], rows: list[Rows]) -> Tensor:
-    """The biases of experts, [E, N], from vectors of their segments: segment by segment within each expert."""
+def _joined(unit: Unit, shape: tuple[int, ...], rows: list[Rows]) -> Tensor:
+    """A convolution, [C, 1, K], from its parts, or the biases of experts, [E, N], from vectors of their segments: segment
+    by segment within each expert."""
+    if len(shape) == 3:
+        return torch.cat([_values(r) for r in rows])
     segments = unit.target.tensor.segments or shape[-1:]
     count = len(segments)
     experts = [rows[i : i + count] for i in range(0, len(rows), count)]

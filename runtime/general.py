@@ -44,12 +44,13 @@ class GeneralDecoder:
         self.spec, self.device, self.dtype = spec, torch.device(device), dtype
         self._model = general.build(config, dtype)
         self._model.requires_grad_(False)
+        self._causal, (_, self._layers) = general.causal_of(self._model), general.decoder_of(self._model)
         take = _Weights(weights, general.describe(self._model, spec.tied_head), self.device, dtype)
         _put_in(self._model, spec, take, get_ops(backend))
         _fill(self._model, take)
         _compute_buffers(self._model, self.device)
         self._scaled = _RopeState(self._model)
-        takes = inspect.signature(self._model.forward).parameters
+        takes = inspect.signature(self._causal.forward).parameters
         self._picks_rows = "logits_to_keep" in takes
         # transformers renames the cache, which all modules have under one of the two names.
         self._cache_name = "cache" if "cache" in takes else "past_key_values"
@@ -95,9 +96,9 @@ class GeneralDecoder:
             if states is not None:
                 states.copy_(out[0][0])
 
-        hook = self._model.base_model.register_forward_hook(take_states)
+        hook = self._layers.register_forward_hook(take_states)
         try:
-            out = self._model(input_ids=tokens[None], use_cache=True, **{self._cache_name: past.cache}, **keep)
+            out = self._causal(input_ids=tokens[None], use_cache=True, **{self._cache_name: past.cache}, **keep)
         finally:
             hook.remove()
         past.cache = getattr(out, self._cache_name, None)
@@ -221,8 +222,16 @@ class PackedExperts(nn.Module):
         except AttributeError:
             return getattr(self.__dict__["_original"], name)
 
-    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """x [T, H], ids [T, k] of which those behind the last expert contribute nothing, weights [T, k] -> [T, H]."""
+    def forward(
+        self, hidden_states: Tensor, top_k_index: Tensor | None = None, top_k_weights: Tensor | None = None
+    ) -> Tensor:
+        """x [T, H], ids [T, k] of which those behind the last expert contribute nothing, weights [T, k] -> [T, H].
+
+        Without ids, as Llama 4 does it, x [E·T, H] holds rows for every expert in turn, zeros where it is not chosen.
+        """
+        if top_k_index is None:
+            top_k_index = self._owners(hidden_states)
+            top_k_weights = hidden_states.new_ones(len(hidden_states), 1)
         ids = top_k_index.masked_fill(top_k_index >= self._down.shape[0], -1)
         if self._swiglu:
             bias, down_bias = self._biases
@@ -236,6 +245,12 @@ class PackedExperts(nn.Module):
                 total[token, place] = self._expert(e, hidden_states[token]).float()
         return (total * top_k_weights.float()[..., None]).sum(1).to(hidden_states.dtype)
 
+    def _owners(self, x: Tensor) -> Tensor:
+        """int64 [E·T, 1]: the expert of each row, −1 for rows of zeros, which experts without biases keep."""
+        experts = self._down.shape[0]
+        owners = torch.arange(experts, device=x.device).repeat_interleave(len(x) // experts)
+        return owners.masked_fill(~x.any(-1), -1)[:, None]
+
     def _expert(self, e: int, x: Tensor) -> Tensor:
         up_bias, down_bias = (None if b is None else b[e] for b in self._biases)
         inner = self._ops.linear(x, _matrix(self._up, e), up_bias)
@@ -246,7 +261,8 @@ class PackedExperts(nn.Module):
 
 def _is_swiglu(module: nn.Module) -> bool:
     """Whether ops.moe computes what the module does."""
-    own_gate = getattr(type(module)._apply_gate, "__name__", "") != "_default_apply_gate"
+    gate = getattr(type(module), "_apply_gate", None)
+    own_gate = gate is not None and gate.__name__ != "_default_apply_gate"
     if own_gate or not module.has_gate or getattr(module, "has_post_expert_norm", False):
         return False
     return type(module.act_fn).__name__ in ("SiLU", "SiLUActivation")

@@ -5,7 +5,7 @@ Both sides build it from config.json, so that they agree on names and shapes. tr
 
 from __future__ import annotations
 
-import re
+import os
 import sys
 from collections.abc import Iterator
 
@@ -13,22 +13,30 @@ import torch
 from torch import nn
 
 from tutel_pack.errors import InputError
-from tutel_pack.tensors import ATTENTION, EXPERTS, HEAD, KEEP, SHARED, TensorSpec
+from tutel_pack.tensors import ATTENTION, EXPERTS, HEAD, KEEP, SHARED, TensorSpec, layer_of
 
 MOST_LAYERS = 10_000
 """No decoder comes near; a damaged config.json must not make us build billions."""
+_ROWS = {"has_gate": True, "has_bias": False, "is_transposed": False, "is_concatenated": True}
+_UNMARKED = {
+    "Step3p7Experts": _ROWS,
+    "Llama4TextExperts": _ROWS | {"is_transposed": True},
+}
+"""Class -> what `use_experts_implementation` would say of it, of experts modules that are not marked by it."""
 _GATED, _PLAIN = ("gate_up_proj", "down_proj"), ("up_proj", "down_proj")
 
 
 def build(config: dict, dtype: torch.dtype = torch.float32) -> nn.Module:
     """The causal language model of a config.json on the meta device, in evaluation mode. dtype: of its parameters.
 
-    No code but that of transformers is run. InputError if it has no such model, or cannot build it.
+    Of a model that sees or hears too, only what text goes through: see `left_out`. No code but that of transformers is
+    run. InputError if it has no such model, or cannot build it.
     """
-    from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
+    from transformers import CONFIG_MAPPING
 
     model_type = config.get("model_type")
-    if not knows(model_type) or CONFIG_MAPPING[model_type] not in MODEL_FOR_CAUSAL_LM_MAPPING:
+    auto = _auto_class(CONFIG_MAPPING[model_type]) if knows(model_type) else None
+    if auto is None:
         refuse(model_type, "transformers has no causal language model of that type")
     # How the checkpoint is quantized is no matter of the module, and an author's code is never run.
     values = {k: v for k, v in config.items() if k not in ("quantization_config", "auto_map", "dtype", "torch_dtype")}
@@ -39,9 +47,55 @@ def build(config: dict, dtype: torch.dtype = torch.float32) -> nn.Module:
     try:
         made = CONFIG_MAPPING[model_type].from_dict(values)
         with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(made, dtype=dtype, trust_remote_code=False).eval()
+            model = auto.from_config(made, dtype=dtype, trust_remote_code=False).eval()
     except Exception as e:  # whatever a module of transformers raises for a config that it cannot take
         refuse(model_type, f"transformers cannot build it ({type(e).__name__}: {' '.join(str(e).split())[:300]})")
+    for name in left_out(model):
+        parent, _, last = name.rpartition(".")
+        model.get_submodule(parent)._modules[last] = None
+    for module in model.modules():
+        vars(module).update(_UNMARKED.get(type(module).__name__, {}))
+    return model
+
+
+def _auto_class(config_class: type) -> type | None:
+    """The class of transformers that makes a model of text out of such a config."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    # Checkpoints of models that see name their tensors as the larger class does.
+    known = (AutoModelForImageTextToText, AutoModelForCausalLM)
+    return next((auto for auto in known if config_class in auto._model_mapping), None)
+
+
+def decoder_of(model: nn.Module) -> tuple[str, nn.Module]:
+    """(name, module) of what embeds tokens and passes them through the layers."""
+    embeddings = model.get_input_embeddings()
+    name = next(name for name, m in model.named_modules() if m is embeddings).rpartition(".")[0]
+    return name, model.get_submodule(name)
+
+
+def causal_of(model: nn.Module) -> nn.Module:
+    """The innermost module that makes logits of tokens: it has both the decoder and the head."""
+    common = os.path.commonprefix([decoder_of(model)[0].split("."), head_name(model).split(".")])
+    return model.get_submodule(".".join(common))
+
+
+def left_out(model: nn.Module) -> list[str]:
+    """Names of the parts with weights that stand beside the decoder and the head of a model that takes more than text,
+    its towers and projectors, whether they are still there or taken out."""
+    used = [decoder_of(model)[0] + ".", head_name(model) + "."]
+    path = used[0].split(".")[:-1]
+    found = []
+    for depth in range(len(path)):
+        parent = ".".join(path[:depth])
+        children = model.get_submodule(parent)._modules.items()
+        for name, part in children:
+            name = ".".join((*path[:depth], name))
+            # What has no parameters, such as the cap of logits, is not left out: it may belong to the head.
+            weighs = part is None or next(part.parameters(), None) is not None
+            if weighs and not any(u.startswith(name + ".") for u in used):
+                found.append(name)
+    return found
 
 
 def knows(model_type: object) -> bool:
@@ -155,5 +209,5 @@ def _expert_tensors(name: str, module: nn.Module) -> Iterator[tuple[str, TensorS
 
 
 def _place(name: str) -> int:
-    layer = re.match(r"model\.layers\.(\d+)\.", name)
-    return int(layer[1]) if layer else sys.maxsize
+    layer = layer_of(name)
+    return sys.maxsize if layer is None else layer

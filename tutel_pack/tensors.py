@@ -5,6 +5,7 @@ Names are the parameter names of the transformers module for that architecture.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -35,6 +36,12 @@ class TensorSpec:
     role: str
     segments: tuple[int, ...] = ()
     whole: bool = False
+
+
+def layer_of(name: str) -> int | None:
+    """The decoder layer that a canonical tensor belongs to, None if to none."""
+    found = re.match(r"(?:[a-z_]+\.)*?layers\.(\d+)\.", name)
+    return int(found[1]) if found else None
 
 
 def layer_names(spec: ModelSpec) -> dict[str, str]:

@@ -37,6 +37,7 @@ class Family:
     skips: source name (regular expression that matches whole) -> why it is left out.
     interleaved: canonical names (regular expressions) whose segments stand row by row in one source tensor: gate, up, gate, up, ….
     transposed: canonical names (regular expressions) whose experts the source stores as [E, K, N] where it does not quantize them.
+    transposable: canonical names (regular expressions) whose experts some checkpoints store so: those that are not [E, N, K].
     prefix: what source names may have where canonical ones have "model.", as where the decoder is part of a larger model.
     tensors: what a model of that spec is made of.
     spell: a source name -> the one that rules here know it by; None goes by `prefix`.
@@ -48,6 +49,7 @@ class Family:
     skips: dict[str, str] = field(default_factory=dict)
     interleaved: tuple[str, ...] = ()
     transposed: tuple[str, ...] = ()
+    transposable: tuple[str, ...] = ()
     prefix: str = "model."
     tensors: Callable[[ModelSpec | General], dict[str, TensorSpec]] = canonical_tensors
     spell: Callable[[str], str] | None = None
@@ -112,7 +114,8 @@ def match(family: Family, spec: ModelSpec | General, weights: dict[str, Stored])
     unused = weights.keys() - set(wanted)
     skipped = {n: weights[n].unused for n in unused if weights[n].unused}
     skipped |= {n: reason for n in unused for p, reason in family.skips.items() if re.fullmatch(p, n)}
-    extra = [n for n in weights if n in unused and n not in skipped]
+    extra = [weights[n].name for n in weights if n in unused and n not in skipped]
+    skipped = {weights[n].name: reason for n, reason in sorted(skipped.items())}
     if missing or extra:
         raise InputError(
             " ".join(
@@ -122,7 +125,7 @@ def match(family: Family, spec: ModelSpec | General, weights: dict[str, Stored])
             )
             + " It is incomplete, or a variant of this architecture that is not supported."
         )
-    return [_target(family, name, tensors[name], grid, weights) for name, grid in names.items()], dict(sorted(skipped.items()))
+    return [_target(family, name, tensors[name], grid, weights) for name, grid in names.items()], skipped
 
 
 def _decoder_name(family: Family, name: str) -> str:
@@ -177,15 +180,38 @@ def _expert_count(templates: list[str], tensor: TensorSpec) -> int:
 
 def _target(family: Family, name: str, tensor: TensorSpec, grid: list[list[str]], weights: dict[str, Stored]) -> Target:
     interleaved = any(re.fullmatch(p, name) for p in family.interleaved)
+    tensor = _with_parts(tensor, grid, weights)
     if tensor.role == KEEP and len(tensor.shape) == 2 and (tensor.segments or len(grid) > 1):
         pieces = _bias_pieces(tensor, grid, weights, interleaved)
+    elif tensor.role == KEEP and tensor.segments:
+        pieces = [[Piece(weights[n], 0, _rows(weights[n])) for n in grid[0]]]
     elif tensor.role == KEEP:
         stored = _checked(_flat(weights[grid[0][0]], tensor.shape), tensor.shape)
         pieces = [_pieces(stored, 0, (math.prod(tensor.shape[:-1] or tensor.shape),), False)]
     else:
-        transposed = any(re.fullmatch(p, name) for p in family.transposed)
-        pieces = _matrix_pieces(tensor, grid, weights, interleaved, transposed)
+        pieces = _matrix_pieces(tensor, grid, weights, interleaved, _is_transposed(family, name, tensor, grid, weights))
     return Target(name, tensor, tuple(map(tuple, pieces)))
+
+
+def _with_parts(tensor: TensorSpec, grid, weights: dict[str, Stored]) -> TensorSpec:
+    """A matrix or convolution that the source holds as several, one below the other, with these for segments."""
+    if tensor.segments or len(grid) > 1 or len(grid[0]) == 1:
+        return tensor
+    parts = [weights[name] for name in grid[0]]
+    total = sum(part.shape[0] for part in parts)
+    for part in parts:
+        _checked(part, (part.shape[0] + tensor.shape[0] - total, *tensor.shape[1:]))
+    return replace(tensor, segments=tuple(part.shape[0] for part in parts))
+
+
+def _is_transposed(family: Family, name: str, tensor: TensorSpec, grid, weights: dict[str, Stored]) -> bool:
+    if any(re.fullmatch(p, name) for p in family.transposable):
+        return weights[grid[0][0]].shape != tensor.shape
+    return any(re.fullmatch(p, name) for p in family.transposed)
+
+
+def _rows(stored: Stored) -> int:
+    return math.prod(stored.shape[:-1])
 
 
 def _flat(stored: Stored, expected: tuple[int, ...]) -> Stored:

@@ -1,8 +1,8 @@
 """Any other MoE that transformers has a module for: names and shapes come from the module, spellings from its mapping.
 
-The mapping is the one by which transformers itself loads checkpoints: renamings of source names, and for fused experts
-the names of their parts. What it does beyond that (transposing, splitting, merging of other weights) is not done here:
-such checkpoints fail as incomplete, before a weight is read.
+The mapping is the one by which transformers itself loads checkpoints: renamings of source names, the names of the parts
+of fused weights, and experts that may be transposed. What it does beyond that, such as splitting, is not done here: such
+checkpoints fail as incomplete, before a weight is read.
 """
 
 from __future__ import annotations
@@ -24,7 +24,10 @@ _DEFAULT = {
 """How the parts of fused experts are spelled where the mapping says nothing."""
 _SKIPS = {r".*rotary_emb\.inv_freq": "a buffer that follows from the config"}
 _LEFT_OUT = "its transformers module has no such part"
+_NOT_TEXT = "of what the model sees or hears: only its text part is converted"
 _MERGES = {"MergeModulelist", "Concatenate"}
+_ROWS_BELOW_ROWS = [("Concatenate", 0)]
+_EXPERTS_MAY_BE_TRANSPOSED = [("Transpose", 1)]
 
 
 def find(config: dict) -> Family | None:
@@ -41,12 +44,18 @@ def find(config: dict) -> Family | None:
     return Family(
         model_types=(model_type,),
         spec=lambda _: _spec(model),
-        renames={re.escape(name): sources for name, sources in _expert_sources(model, parts).items()},
-        skips=_SKIPS | {f".*(?:{p}).*": _LEFT_OUT for p in model._keys_to_ignore_on_load_unexpected or ()},
+        renames={re.escape(name): sources for name, sources in (_joined(tensors, parts) | _expert_sources(model, parts)).items()},
+        skips=_skips(model),
         transposed=tuple(re.escape(name) for name, m in _fused(model).items() if m.is_transposed),
+        transposable=tuple(re.escape(name) for name in tensors if _finds(name, parts, _EXPERTS_MAY_BE_TRANSPOSED)),
         tensors=lambda spec: general.describe(model, spec.tied_head),
-        spell=_speller(renamings, tensors),
+        spell=_speller(renamings, [*tensors, *general.left_out(model)]),
     )
+
+
+def _skips(model: nn.Module) -> dict[str, str]:
+    other = {rf"{re.escape(name)}\..*": _NOT_TEXT for name in general.left_out(model)}
+    return _SKIPS | other | {f".*(?:{p}).*": _LEFT_OUT for p in model._keys_to_ignore_on_load_unexpected or ()}
 
 
 def _spec(model: nn.Module) -> General:
@@ -73,6 +82,26 @@ def _mapping(model: nn.Module) -> tuple[list, list]:
     found = get_model_conversion_mapping(model, add_legacy=False)
     converters = [t for t in found if isinstance(t, WeightConverter)]
     return [t for t in found if t not in converters], converters
+
+
+def _joined(tensors: Collection[str], converters: list) -> dict[str, tuple[str, ...]]:
+    """Canonical name of a weight whose rows the source holds as several -> their names."""
+    found = {name: _finds(name, converters, _ROWS_BELOW_ROWS) for name in tensors}
+    return {
+        name: tuple(name.removesuffix(_plain(c.target_patterns[0])) + _plain(s) for s in c.source_patterns)
+        for name, c in found.items()
+        if c
+    }
+
+
+def _finds(name: str, converters: list, operations: list[tuple[str, int]]):
+    """The converter that makes a canonical tensor by these operations, (class, first dimension), None if there is none."""
+    for converter in converters:
+        made = [(type(op).__name__, getattr(op, "dim", getattr(op, "dim0", None))) for op in converter.operations]
+        targets = [_plain(t) for t in converter.target_patterns]
+        if made == operations and len(targets) == 1 and name.endswith(targets[0]) and "*" not in str(converter.source_patterns):
+            return converter
+    return None
 
 
 def _expert_sources(model: nn.Module, converters: list) -> dict[str, tuple[str, ...]]:
@@ -104,7 +133,7 @@ def _plain(pattern: str) -> str:
 def _speller(renamings: list, canonical: Collection[str]) -> Callable[[str], str]:
     """From a source name to the one that canonical names and the parts of experts follow from."""
     tops = {name.split(".")[0] for name in canonical}
-    base = {name.split(".")[1]: name.split(".")[0] for name in canonical}
+    base = {name.split(".")[1]: name.split(".")[0] for name in canonical if "." in name}
 
     def spell(name: str) -> str:
         if name in canonical:  # a renaming may hit it all the same, being meant for makers' names

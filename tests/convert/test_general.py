@@ -29,7 +29,13 @@ ROLES = {
     "aria_text": {"experts": 4, "shared": 6, "attention": 8, "head": 1},
     "lfm2_moe": {"experts": 2, "attention": 2 + 3 + 4},
     "deepseek_v4": {"experts": 10, "shared": 15, "attention": 5 * 6 + 4, "head": 1},
+    "kimi_linear": {"experts": 2, "shared": 3, "attention": 3 + 9 + 4, "head": 1},
+    "qwen3_vl_moe": {"experts": 4, "attention": 8, "head": 1},
+    "llama4": {"experts": 2, "shared": 3, "attention": 3 + 8, "head": 1},
+    "minimax_m3_vl": {"experts": 4, "shared": 4, "attention": 8, "head": 1},
 }
+SEEING = r"(model\.)?(visual|vision_tower|vision_model|multi_modal_projector)\."
+TRANSPOSED_MODULES = ("aria_text", "llama4")
 
 
 def refusal(folder: Path, config: dict, weights: dict | None = None) -> str:
@@ -52,15 +58,17 @@ def test_every_weight_arrives_where_the_module_has_it(tmp_path, model_type):
     artifact = Artifact(convert_checkpoint(write(tmp_path / "source", model_type, model), tmp_path / "packed", fmt="bf16"))
     expected = model.state_dict()
     tied = model.config.tie_word_embeddings
-    assert set(artifact.manifest.tensors) == set(expected) - ({"lm_head.weight"} if tied else set())
+    text = {name for name in expected if not re.match(SEEING, name)}
+    assert set(artifact.manifest.tensors) == text - ({"lm_head.weight"} if tied else set())
     for name, entry in artifact.manifest.tensors.items():
         w = artifact.load(name)
         got = w.data if isinstance(w, PackedTensor) else w
         want = expected[name]
-        want = want.transpose(1, 2) if model_type == "aria_text" and entry.format and want.ndim == 3 else want
+        want = want.transpose(1, 2) if model_type in TRANSPOSED_MODULES and entry.format and want.ndim == 3 else want
         assert torch.equal(got, want.to(got.dtype)), name
-    assert artifact.spec == General(model_type, model.config.num_hidden_layers, 64, 211, 256, tied)
-    assert not artifact.manifest.errors and not artifact.manifest.skipped
+    depth = model.config.get_text_config().num_hidden_layers
+    assert artifact.spec == General(model_type, depth, 64, 211, 256, tied)
+    assert not artifact.manifest.errors and len(artifact.manifest.skipped) == len(expected) - len(text)
 
 
 @pytest.mark.parametrize("model_type", MODELS)
@@ -129,7 +137,7 @@ def test_what_is_missing_or_unknown_is_listed(tmp_path):
     weights["backbone.layers.0.mixer.wonder"] = torch.ones(3)
     sentence = refusal(tmp_path, config_of("nemotron_h"), weights)
     assert "lacks 1 tensors: model.layers.1.mixer.experts.4.up_proj.weight" in sentence
-    assert "has unknown 1 tensors: model.layers.0.mixer.wonder" in sentence
+    assert "has unknown 1 tensors: backbone.layers.0.mixer.wonder" in sentence
 
 
 def test_what_the_module_leaves_out_is_left_out_with_a_reason(tmp_path):
@@ -150,7 +158,7 @@ def test_two_names_for_one_tensor_are_not_one(tmp_path):
     "config,reason",
     [
         ({"model_type": "llama"}, "it has no experts whose weights are 3-D parameters of one module"),
-        ({"model_type": "llama4_text"}, r"feed_forward\.experts\.gate_up_proj \[.*\] are weights of experts in a layout that is not known"),
+        ({"model_type": "longcat_flash"}, r"mlp\.experts\.gate_up_proj \[.*\] are weights of experts in a layout that is not known"),
         ({"model_type": "vitpose"}, "transformers has no causal language model of that type"),
         ({"model_type": "jamba", "num_hidden_layers": 10**8}, "its config.json asks for more than 10000 layers"),
         ({"model_type": "jamba", "num_experts": "many"}, "transformers cannot build it"),

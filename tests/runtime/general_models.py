@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from tests.checkpoints import write_checkpoint
 from tutel_pack.artifact import Artifact
@@ -52,6 +52,39 @@ MODELS = {
         "o_lora_rank": 16, "n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "index_n_heads": 2,
         "index_head_dim": 16, "index_topk": 8, "sliding_window": 16,
     },
+    # A convolution that the checkpoint has in three parts, states of its own, latent attention without rope.
+    "kimi_linear": {
+        "layer_types": ["linear_attention", "full_attention"], "mlp_layer_types": ["dense", "sparse"], "linear_head_dim": 16,
+        "linear_num_heads": 4, "n_routed_experts": 6, "num_local_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40,
+        "num_key_value_heads": 4, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 16,
+    },
+    # A model that sees, whose decoder alone is converted; its checkpoint has the experts transposed, its module has not.
+    "qwen3_vl_moe": {
+        "text_config": {
+            "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]},
+        },
+        "vision_config": {
+            "depth": 1, "hidden_size": 32, "num_heads": 2, "intermediate_size": 32, "out_hidden_size": 64,
+            "deepstack_visual_indexes": [0],
+        },
+    },
+    # One that sees, whose decoder is a causal model within it; experts that take rows for every expert in turn.
+    "llama4": {
+        "text_config": {
+            "num_local_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 40, "intermediate_size_mlp": 80,
+            "attention_chunk_size": 16, "moe_layers": [1], "no_rope_layers": [1, 0],
+            "layer_types": ["chunked_attention", "full_attention"],
+        },
+        "vision_config": {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 128},
+    },
+    # One that sees, with clamped experts, and shared ones that the checkpoint has in two parts.
+    "minimax_m3_vl": {
+        "text_config": {
+            "num_local_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40, "shared_intermediate_size": 48,
+        },
+        "vision_config": {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32},
+    },
 }  # fmt: skip
 PER_EXPERT = {
     "dots1": ("gate_proj.weight", "up_proj.weight", "down_proj.weight"),
@@ -60,9 +93,29 @@ PER_EXPERT = {
     "phimoe": ("w1.weight", "w3.weight", "w2.weight"),
     "lfm2_moe": ("w1.weight", "w3.weight", "w2.weight"),
     "deepseek_v4": ("w1.weight", "w3.weight", "w2.weight"),
+    "kimi_linear": ("w1.weight", "w3.weight", "w2.weight"),
+    "minimax_m3_vl": ("w1.weight", "w3.weight", "w2.weight"),
 }
 """How the parts of experts are spelled, gate, up and down; the others are fused in the checkpoint too."""
+IN_PARTS = {
+    "kimi_linear": (r"\.conv1d\.weight$", (".q_conv1d.weight", ".k_conv1d.weight", ".v_conv1d.weight")),
+    "minimax_m3_vl": (r"\.gate_up_proj\.weight$", (".gate_proj.weight", ".up_proj.weight")),
+}
+"""Weights that the checkpoint has in parts of as many rows each."""
+TRANSPOSED = {"qwen3_vl_moe"}
+"""Checkpoints that have the experts the other way round than the module."""
 RENAMED = {
+    "kimi_linear": ((r"layers\.1\.mlp\.", "layers.1.block_sparse_moe."), (r"\.forget_gate\.", ".")),
+    "minimax_m3_vl": (
+        (r"^model\.language_model\.", "language_model.model."), (r"^lm_head", "language_model.lm_head"),
+        (r"^model\.vision_tower\.layers\.", "vision_tower.vision_model.encoder.layers."),
+        (r"^model\.vision_tower\.pre_layrnorm\.", "vision_tower.vision_model.pre_layrnorm."),
+        (r"^model\.vision_tower\.embeddings\.proj\.", "vision_tower.vision_model.embeddings.patch_embedding."),
+        (r"^model\.multi_modal_projector\.merge_linear", "patch_merge_mlp.linear"),
+        (r"^model\.multi_modal_projector\.", "multi_modal_projector."),
+        (r"\.mlp\.gate\.e_score", ".block_sparse_moe.e_score"), (r"\.self_attn\.indexer\.", ".self_attn.index_"),
+        (r"(language_model.*)\.mlp\.(experts|gate|shared_experts)\.", r"\1.block_sparse_moe.\2."),
+    ),
     "phimoe": ((r"\.mlp\.", ".block_sparse_moe."), (r"\.router\.weight", ".gate.weight")),
     "nemotron_h": ((r"^model\.", "backbone."),),
     "aria_text": ((r"experts\.gate_up_proj$", "experts.fc1.weight"), (r"experts\.down_proj$", "experts.fc2.weight")),
@@ -83,17 +136,24 @@ RENAMED = {
 
 
 def make_config(model_type: str, **changes) -> AutoConfig:
-    return AutoConfig.for_model(model_type, **{**COMMON, **MODELS.get(model_type, {}), **changes})
+    values = {**MODELS.get(model_type, {}), **changes}
+    if "text_config" in values:
+        values["text_config"] = {**COMMON, **values["text_config"]}
+        return AutoConfig.for_model(model_type, **values)
+    return AutoConfig.for_model(model_type, **{**COMMON, **values})
 
 
 def make_model(model_type: str, **changes) -> nn.Module:
     """Random weights, large enough that every part matters; norms and biases away from 1 and 0."""
     torch.manual_seed(7)
-    model = AutoModelForCausalLM.from_config(make_config(model_type, **changes)).eval().requires_grad_(False)
+    config = make_config(model_type, **changes)
+    auto = AutoModelForImageTextToText if hasattr(config, "text_config") else AutoModelForCausalLM
+    model = auto.from_config(config).eval().requires_grad_(False)
     model.config._experts_implementation = "eager"  # the others do not take float64
     for name, p in (*model.named_parameters(), *model.named_buffers()):
-        if not p.is_floating_point():
+        if p.dtype == torch.int64:
             p.random_(0, 6)  # a table of experts by token
+        if not p.is_floating_point():
             continue
         if name.endswith("correction_bias") or name.endswith("expert_bias"):
             p.uniform_(-0.2, 0.2)
@@ -124,6 +184,12 @@ def spelled(model_type: str, model: nn.Module) -> dict[str, Tensor]:
 
 
 def _parts(model_type: str, name: str, w: Tensor):
+    pattern, names = IN_PARTS.get(model_type, ("$^", ()))
+    if re.search(pattern, name):
+        yield from ((re.sub(pattern, new, name), rows.contiguous()) for new, rows in zip(names, w.chunk(len(names))))
+        return
+    if model_type in TRANSPOSED and ".experts." in name:
+        w = w.transpose(1, 2).contiguous()
     if not name.endswith((".experts.gate_up_proj", ".experts.up_proj", ".experts.down_proj")) or model_type not in PER_EXPERT:
         yield name, w
         return
@@ -141,6 +207,11 @@ def write(folder: Path, model_type: str, model: nn.Module | None = None) -> Path
     for file in folder.glob("tokenizer*"):
         file.unlink()
     return folder
+
+
+def takes_text(model: nn.Module) -> nn.Module:
+    """The module to call. transformers 5.24's Llama4ForConditionalGeneration fails where there are no images."""
+    return model.language_model if model.config.model_type == "llama4" else model
 
 
 def hold_decoded(model: nn.Module, artifact: Path) -> nn.Module:

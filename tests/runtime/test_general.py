@@ -15,7 +15,7 @@ from click.testing import CliRunner
 from safetensors.torch import load_file
 
 from tests.checkpoints import to_layout, write_checkpoint
-from tests.runtime.general_models import MODELS, hold_decoded, make_model, write
+from tests.runtime.general_models import MODELS, hold_decoded, make_model, spelled, takes_text, write
 from tutel_pack.artifact import Artifact
 from tutel_pack.convert.pipeline import convert_checkpoint
 from tutel_pack.errors import InputError
@@ -36,7 +36,7 @@ class Case:
     def __init__(self, model_type: str, fmt: str, folder: Path):
         theirs = make_model(model_type)
         self.artifact = convert_checkpoint(write(folder / "source", model_type, theirs), folder / "packed", fmt=fmt)
-        self.theirs = hold_decoded(theirs, self.artifact)
+        self.theirs = takes_text(hold_decoded(theirs, self.artifact))
         self.ours = load_packed(self.artifact, device="cpu", dtype=torch.float32)
 
     def greedy(self, prompt: list[int]) -> list[int]:
@@ -115,6 +115,39 @@ def test_chunked_prefill_is_prefill(cases, model_type, chunk):
     new = prompts(20, 5)
     for once, chunked in zip(run(decoder, new), run(decoder, new, chunk)):
         assert worst(chunked, once.double()) < FLOAT32_LIMIT
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_vl_moe", "llama4", "minimax_m3_vl"])
+def test_of_a_model_that_sees_the_text_part_is_converted(cases, model_type):
+    manifest = Artifact(cases(model_type).artifact).manifest
+    seeing = [name for name in spelled(model_type, make_model(model_type)) if "vis" in name or "projector" in name or "patch" in name]
+    assert set(manifest.skipped) == set(seeing) and seeing
+    assert set(manifest.skipped.values()) == {"of what the model sees or hears: only its text part is converted"}
+    assert not any("vis" in name for name in manifest.tensors)
+    files = {entry.file for name, entry in manifest.tensors.items() if ".layers.1." in name}
+    assert files == {"layers-00001.safetensors"}
+
+
+def test_experts_that_are_not_transposed_are_taken_too(cases, tmp_path):
+    """transformers saves Qwen3-VL-MoE's experts as its module has them; the maker's checkpoints have them transposed."""
+    model = make_model("qwen3_vl_moe")
+    transposed = spelled("qwen3_vl_moe", model)
+    weights = {n: w.transpose(1, 2).contiguous() if ".experts." in n else w for n, w in transposed.items()}
+    source = write_checkpoint(tmp_path / "source", weights, {**model.config.to_dict(), "model_type": "qwen3_vl_moe"})
+    packed = Artifact(convert_checkpoint(source, tmp_path / "packed", fmt="mxfp4"))
+    expected = Artifact(cases("qwen3_vl_moe").artifact)
+    name = "model.language_model.layers.1.mlp.experts.gate_up_proj"
+    assert all(torch.equal(a, b) for a, b in zip(packed.load(name).parts().values(), expected.load(name).parts().values()) if a is not None)
+
+
+def test_parts_of_other_widths_than_the_whole_are_refused(tmp_path):
+    model = make_model("kimi_linear")
+    weights = spelled("kimi_linear", model)
+    name = "model.layers.0.self_attn.k_conv1d.weight"
+    weights[name] = weights[name][1:].contiguous()
+    source = write_checkpoint(tmp_path / "source", weights, {**model.config.to_dict(), "model_type": "kimi_linear"})
+    with pytest.raises(InputError, match=r"conv1d\.weight has shape .* where config.json implies"):
+        convert_checkpoint(source, tmp_path / "packed")
 
 
 def test_a_block_that_is_taken_again_starts_anew(cases):
