@@ -30,7 +30,8 @@ converted, and the report lists what was left out. What cannot be mapped is refu
 ## Source formats
 
 Each tensor is taken for what its header says, so a checkpoint may mix them. What is in the wanted format already is passed
-through bit for bit; `--fmt source` keeps every tensor so.
+through bit for bit; `--fmt source` keeps every tensor so. The one exception is the global scale of compressed-tensors'
+NVFP4, which divides: the float32 nearest to its reciprocal is kept, because a value here is always a product.
 
 | format | as it is stored |
 |---|---|

@@ -149,7 +149,8 @@ class Ops:
         self, q: Tensor, weights: Tensor, keys: Tensor, layout: Layout, top_k: int
     ) -> Sequence[Tensor | None]:
         """For every sequence int64 [its new tokens, top_k]: the positions of the largest Σ_h weights_h · relu(q_h · key)
-        in float32, those behind the query last; None where it has no more than top_k positions, or no new tokens.
+        in float32, any of equal ones, those behind the query last; None where it has no more than top_k positions, or no
+        new tokens.
 
         q [T, heads, D], weights float32 [T, heads], keys [blocks, B, D], the new tokens' among them.
         """

@@ -39,7 +39,8 @@ def build(config: dict, dtype: torch.dtype = torch.float32) -> nn.Module:
     if auto is None:
         refuse(model_type, "transformers has no causal language model of that type")
     # How the checkpoint is quantized is no matter of the module, and an author's code is never run.
-    values = {k: v for k, v in config.items() if k not in ("quantization_config", "auto_map", "dtype", "torch_dtype")}
+    ignored = ("quantization_config", "auto_map", "dtype", "torch_dtype")
+    values = {k: _without_markers(v) for k, v in config.items() if k not in ignored}
     # Before the config object, which may list all layers.
     counts = [d.get("num_hidden_layers") for d in (config, *config.values()) if isinstance(d, dict)]
     if any(type(n) is int and n > MOST_LAYERS for n in counts):
@@ -56,6 +57,15 @@ def build(config: dict, dtype: torch.dtype = torch.float32) -> nn.Module:
     for module in model.modules():
         vars(module).update(_UNMARKED.get(type(module).__name__, {}))
     return model
+
+
+def _without_markers(value: object) -> object:
+    """A value of config.json with what transformers writes for numbers that JSON has not: {"__float__": "Infinity"}."""
+    if isinstance(value, dict):
+        marker = value.get("__float__")
+        known = len(value) == 1 and marker in ("Infinity", "-Infinity", "NaN")
+        return float(marker) if known else {k: _without_markers(v) for k, v in value.items()}
+    return [_without_markers(v) for v in value] if isinstance(value, list) else value
 
 
 def _auto_class(config_class: type) -> type | None:

@@ -110,6 +110,8 @@ def find_weights(index: dict[str, TensorInfo], config: dict) -> dict[str, Stored
             if stored.name in found:
                 raise InputError(f"The checkpoint holds {stored.name} twice, in two forms: it is damaged; download it again.")
             found[stored.name] = stored
+            if stored.dtype == torch.float8_e5m2 and not stored.unused:
+                raise InputError(f"{stored.name} is float8 e5m2, and only e4m3 is supported: convert the original checkpoint instead.")
             for part in stored.parts.values():
                 left.pop(part.info.name)
     return found

@@ -14,7 +14,10 @@ from tutel_pack.errors import InputError
 from tutel_pack.formats import DATA, FORMATS, SCALE
 
 _PACKED = ".weight_packed"
-_EXPECTED = {"num_bits": 4, "type": "int", "group_size": 32, "symmetric": True}
+_EXPECTED = {
+    "num_bits": (4,), "group_size": (32,), "symmetric": (True,), "strategy": ("group", None),
+    "actorder": (None, "weight", "static"),  # the other kinds store columns in an order of their own
+}  # fmt: skip
 
 
 def find(index: dict[str, TensorInfo], config: dict) -> dict[str, Stored]:
@@ -38,11 +41,14 @@ def _signed(words: Tensor) -> Tensor:
 
 
 def _check(config: dict) -> None:
-    """FORMATS alone cannot tell 4 bits in groups of 32 from 8 bits, or from zero points."""
-    for weights in config_groups(config):
+    """Headers alone cannot tell 4 bits in groups of 32 from 8 bits, from zero points or from columns in another order."""
+    groups = config_groups(config)
+    if groups and not any(weights.get("type") == "int" for weights in groups):
+        raise InputError("The checkpoint has packed integers, and its config.json describes none: download both again.")
+    for weights in (weights for weights in groups if weights.get("type") == "int"):
         for key, expected in _EXPECTED.items():
-            if weights.get("type") == "int" and weights.get(key) != expected:
+            if weights.get(key) not in expected:
                 raise InputError(
-                    f"The checkpoint's integer weights have {key} {weights.get(key)!r:.50}, and only {expected!r} is supported: "
+                    f"The checkpoint's integer weights have {key} {weights.get(key)!r:.50}, and only {expected[0]!r} is supported: "
                     "convert the original checkpoint instead."
                 )

@@ -6,7 +6,7 @@ import math
 from typing import Any, NoReturn
 
 from tutel_pack.errors import InputError
-from tutel_pack.spec import Dynamic, Linear, Llama3, Rope, Yarn
+from tutel_pack.spec import Dynamic, Layer, Linear, Llama3, ModelSpec, Rope, Yarn
 
 MOST_LAYERS = 10_000
 """No decoder comes near; a damaged config.json must not make us plan for billions."""
@@ -78,12 +78,35 @@ class Config:
             self._refuse(key, "an object or null")
         return Config(value, within=f"{self._within}{key}.")
 
-    def rope(self, head_dim: int, interleaved: bool = False, theta: float = 10000.0, partial: float = 1.0) -> Rope:
+    def model(
+        self, family: str, layers: tuple[Layer, ...], norm_eps: float | None = 1e-6, tied_head: bool = False,
+        context: int | None = None, **others: Any,
+    ) -> ModelSpec:  # fmt: skip
+        """The ModelSpec of these layers, with the sizes that every config.json spells alike.
+
+        norm_eps, tied_head, context: what this architecture takes where config.json says nothing; without a default it
+        must be there.  others: see ModelSpec.
+        """
+        positions = self.size("max_position_embeddings", context)
+        scalings = [layer.attention.rope.scaling for layer in layers if getattr(layer.attention, "rope", None)]
+        return ModelSpec(
+            family=family,
+            hidden=self.size("hidden_size"),
+            vocab=self.size("vocab_size"),
+            # Who stretches a rope by hand often leaves max_position_embeddings as it was.
+            context=max(positions, *(int(s.factor * s.original) for s in scalings if isinstance(s, (Yarn, Dynamic))), 0),
+            norm_eps=self.number("rms_norm_eps", norm_eps),
+            tied_head=self.flag("tie_word_embeddings", tied_head),
+            layers=layers,
+            **others,
+        )
+
+    def rope(self, head_dim: int, interleaved: bool = False, theta: float = 10000.0, partial: float | None = None) -> Rope:
         """Rotary embedding of heads of head_dim, in transformers 5's spelling (rope_parameters) or the older ones
         (rope_theta, rope_scaling, partial_rotary_factor).
 
         theta, partial: what this architecture takes where config.json says nothing; partial is the share of a head's
-        dimensions that are rotated.
+        dimensions that are rotated, None for an architecture that always rotates all.
         """
         newer, older = self.object("rope_parameters"), self.object("rope_scaling")
         parameters = older if older._data else newer
@@ -95,7 +118,10 @@ class Config:
         if not isinstance(kind, str) or kind not in _SCALINGS:
             raise InputError(f"config.json asks for {kind!r:.100} rope scaling, which is not supported.")
         theta = parameters.number("rope_theta", self.number("rope_theta", theta))
-        partial = parameters.number("partial_rotary_factor", self.number("partial_rotary_factor", partial))
+        if partial is None:
+            for where in (parameters, self):
+                where.require("partial_rotary_factor", 1.0)
+        partial = parameters.number("partial_rotary_factor", self.number("partial_rotary_factor", partial or 1.0))
         dim = int(head_dim * partial)
         if dim < 2 or dim % 2 or dim > head_dim:
             raise InputError(

@@ -46,13 +46,7 @@ def latent_attention(
 
 
 def rotation(c: Config, interleaved: bool) -> Rope:
-    dim = c.size("qk_rope_head_dim")
-    rope = c.rope(dim, interleaved)
-    if rope.dim != dim:
-        raise InputError(
-            f"config.json rotates {rope.dim} of {dim} rotary dimensions, which is not supported with latent attention."
-        )
-    return rope
+    return c.rope(c.size("qk_rope_head_dim"), interleaved)
 
 
 def _stretch(c: Config, rope: Rope) -> float:
@@ -93,14 +87,10 @@ def decoder(family: str, c: Config, attention: Callable[[int], Mla], dense: Call
     c.require("hidden_act", "silu")
     moe, layers = _moe(c), c.layers()
     mtp = c.size("num_nextn_predict_layers", 1, least=0, most=10)
-    return ModelSpec(
-        family=family,
-        hidden=c.size("hidden_size"),
-        vocab=c.size("vocab_size"),
-        context=c.size("max_position_embeddings"),
-        norm_eps=c.number("rms_norm_eps"),
-        tied_head=c.flag("tie_word_embeddings", False),
-        layers=tuple(Layer(attention(i), Mlp(c.size("intermediate_size")) if dense(i) else moe) for i in range(layers)),
+    return c.model(
+        family,
+        tuple(Layer(attention(i), Mlp(c.size("intermediate_size")) if dense(i) else moe) for i in range(layers)),
+        norm_eps=None,
         mtp=tuple(Layer(attention(i), moe) for i in range(layers, layers + mtp)),
     )
 

@@ -15,14 +15,11 @@ def spec(config: dict) -> ModelSpec:
     count, kv_heads, head_dim = heads(c)
     attention = Attention(count, kv_heads, head_dim, c.rope(head_dim, interleaved=True, theta=500000.0))
     dense, routed = Layer(attention, Mlp(c.size("intermediate_size"))), Layer(attention, _moe(c))
-    return ModelSpec(
-        family="ernie4_5_moe",
-        hidden=c.size("hidden_size"),
-        vocab=c.size("vocab_size"),
-        context=c.size("max_position_embeddings"),
-        norm_eps=c.number("rms_norm_eps", 1e-5),
-        tied_head=c.flag("tie_word_embeddings", True),
-        layers=tuple(routed if _is_routed(c, i) else dense for i in range(c.layers())),
+    return c.model(
+        "ernie4_5_moe",
+        tuple(routed if _is_routed(c, i) else dense for i in range(c.layers())),
+        norm_eps=1e-5,
+        tied_head=True,
         names=(("correction", "mlp.gate.moe_statics.e_score_correction_bias"),),
     )
 

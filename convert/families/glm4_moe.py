@@ -24,14 +24,10 @@ def spec(config: dict) -> ModelSpec:
     )
     dense = Layer(attention, Mlp(c.size("intermediate_size")))
     routed, first = Layer(attention, _moe(c)), c.size("first_k_dense_replace", 1, least=0)
-    return ModelSpec(
-        family="glm4_moe",
-        hidden=c.size("hidden_size"),
-        vocab=c.size("vocab_size"),
-        context=c.size("max_position_embeddings"),
-        norm_eps=c.number("rms_norm_eps", 1e-5),
-        tied_head=c.flag("tie_word_embeddings", False),
-        layers=tuple(dense if i < first else routed for i in range(c.layers())),
+    return c.model(
+        "glm4_moe",
+        tuple(dense if i < first else routed for i in range(c.layers())),
+        norm_eps=1e-5,
         mtp=(routed,) * c.size("num_nextn_predict_layers", 1, least=0, most=10),
     )
 

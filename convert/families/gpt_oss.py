@@ -41,14 +41,11 @@ def spec(config: dict) -> ModelSpec:
         activation=ClampedSwiglu(c.number("swiglu_limit", 7.0), c.number("swiglu_alpha", 1.702), shift=1.0),
         bias=True,
     )
-    return ModelSpec(
-        family="gpt_oss",
-        hidden=c.size("hidden_size"),
-        vocab=c.size("vocab_size"),
-        context=c.size("max_position_embeddings", 131072),
-        norm_eps=c.number("rms_norm_eps", 1e-5),
-        tied_head=c.flag("tie_word_embeddings", False),
-        layers=tuple(Layer(replace(attention, window=windows[kind]), moe) for kind in kinds),
+    return c.model(
+        "gpt_oss",
+        tuple(Layer(replace(attention, window=windows[kind]), moe) for kind in kinds),
+        norm_eps=1e-5,
+        context=131072,
         names=(("router", "mlp.router"),),
     )
 

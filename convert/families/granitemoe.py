@@ -22,14 +22,9 @@ def spec(config: dict) -> ModelSpec:
     )
     router = Router(score="softmax_chosen", renormalize=False)
     moe = Moe(c.size("num_local_experts"), c.size("num_experts_per_tok"), c.size("intermediate_size"), router)
-    return ModelSpec(
-        family="granitemoe",
-        hidden=c.size("hidden_size"),
-        vocab=c.size("vocab_size"),
-        context=c.size("max_position_embeddings"),
-        norm_eps=c.number("rms_norm_eps", 1e-6),
-        tied_head=c.flag("tie_word_embeddings", False),
-        layers=(Layer(attention, moe),) * c.layers(),
+    return c.model(
+        "granitemoe",
+        (Layer(attention, moe),) * c.layers(),
         embedding_scale=c.number("embedding_multiplier", 1.0),
         residual_scale=c.number("residual_multiplier", 1.0),
         logit_scale=1 / c.number("logits_scaling", 1.0),

@@ -17,14 +17,9 @@ def spec(config: dict) -> ModelSpec:
     attention = Attention(c.size("num_attention_heads"), c.size("num_key_value_heads"), head_dim, rope, qk_norm="whole")
     router = Router(score="sigmoid", correction=True)
     moe = Moe(c.size("num_local_experts"), c.size("num_experts_per_tok"), c.size("intermediate_size"), router)
-    return ModelSpec(
-        family="minimax_m2",
-        hidden=c.size("hidden_size"),
-        vocab=c.size("vocab_size"),
-        context=c.size("max_position_embeddings"),
-        norm_eps=c.number("rms_norm_eps", 1e-6),
-        tied_head=c.flag("tie_word_embeddings", False),
-        layers=(Layer(attention, moe),) * c.layers(),
+    return c.model(
+        "minimax_m2",
+        (Layer(attention, moe),) * c.layers(),
         names=(("correction", "mlp.e_score_correction_bias"),),
     )
 

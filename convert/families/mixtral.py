@@ -15,15 +15,7 @@ def spec(config: dict) -> ModelSpec:
     window = c.size("sliding_window") if c.has("sliding_window") else None
     attention = Attention(count, kv_heads, head_dim, c.rope(head_dim, theta=1e6), window=window)
     moe = Moe(c.size("num_local_experts"), c.size("num_experts_per_tok"), c.size("intermediate_size"))
-    return ModelSpec(
-        family="mixtral",
-        hidden=c.size("hidden_size"),
-        vocab=c.size("vocab_size"),
-        context=c.size("max_position_embeddings"),
-        norm_eps=c.number("rms_norm_eps", 1e-5),
-        tied_head=c.flag("tie_word_embeddings", False),
-        layers=(Layer(attention, moe),) * c.layers(),
-    )
+    return c.model("mixtral", (Layer(attention, moe),) * c.layers(), norm_eps=1e-5)
 
 
 FAMILY = Family(model_types=("mixtral",), spec=spec, renames=MIXTRAL_EXPERTS, skips=BUFFERS)

@@ -25,15 +25,7 @@ def spec(config: dict) -> ModelSpec:
     )
     router = Router(renormalize=c.flag("norm_topk_prob", False))
     moe = Moe(c.size("num_experts"), c.size("num_experts_per_tok"), c.size("intermediate_size"), router)
-    return ModelSpec(
-        family="olmoe",
-        hidden=hidden,
-        vocab=c.size("vocab_size"),
-        context=c.size("max_position_embeddings"),
-        norm_eps=c.number("rms_norm_eps", 1e-5),
-        tied_head=c.flag("tie_word_embeddings", False),
-        layers=(Layer(attention, moe),) * c.layers(),
-    )
+    return c.model("olmoe", (Layer(attention, moe),) * c.layers(), norm_eps=1e-5)
 
 
 FAMILY = Family(model_types=("olmoe",), spec=spec, renames=PER_EXPERT, skips=BUFFERS)

@@ -18,14 +18,9 @@ def spec(config: dict) -> ModelSpec:
     count, kv_heads, head_dim = heads(c)
     attention = Attention(count, kv_heads, head_dim, c.rope(head_dim), bias="qkv" if c.flag("qkv_bias", True) else "")
     sliding = replace(attention, window=c.size("sliding_window", 4096)) if c.flag("use_sliding_window", False) else None
-    return ModelSpec(
-        family="qwen2_moe",
-        hidden=c.size("hidden_size"),
-        vocab=c.size("vocab_size"),
-        context=c.size("max_position_embeddings"),
-        norm_eps=c.number("rms_norm_eps", 1e-6),
-        tied_head=c.flag("tie_word_embeddings", False),
-        layers=tuple(
+    return c.model(
+        "qwen2_moe",
+        tuple(
             Layer(sliding if kind == _SLIDING else attention, _mlp(c, i))
             for i, kind in enumerate(_layer_types(c, sliding is not None))
         ),

@@ -23,15 +23,7 @@ def spec(config: dict) -> ModelSpec:
         # As transformers does it, max_window_layers has no say here.
         window=c.size("sliding_window") if c.flag("use_sliding_window", False) else None,
     )
-    return ModelSpec(
-        family="qwen3_moe",
-        hidden=hidden,
-        vocab=c.size("vocab_size"),
-        context=c.size("max_position_embeddings"),
-        norm_eps=c.number("rms_norm_eps", 1e-6),
-        tied_head=c.flag("tie_word_embeddings", False),
-        layers=tuple(Layer(attention, _mlp(c, i)) for i in range(c.layers())),
-    )
+    return c.model("qwen3_moe", tuple(Layer(attention, _mlp(c, i)) for i in range(c.layers())))
 
 
 def _mlp(c: Config, layer: int) -> Mlp | Moe:

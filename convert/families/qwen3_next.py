@@ -26,14 +26,9 @@ def hybrid_spec(family: str, config: dict, grouped: bool, mlp: Callable[[Config,
     c.require("hidden_act", "silu")
     c.require("use_sliding_window", False)
     kinds = {FULL: _attention(c), LINEAR: _delta_net(c, grouped)}
-    return ModelSpec(
-        family=family,
-        hidden=c.size("hidden_size"),
-        vocab=c.size("vocab_size"),
-        context=c.size("max_position_embeddings"),
-        norm_eps=c.number("rms_norm_eps", 1e-6),
-        tied_head=c.flag("tie_word_embeddings", False),
-        layers=tuple(Layer(kinds[kind], mlp(c, i)) for i, kind in enumerate(_layer_types(config, c))),
+    return c.model(
+        family,
+        tuple(Layer(kinds[kind], mlp(c, i)) for i, kind in enumerate(_layer_types(config, c))),
         norm_offset=1.0,
         names=NAMES,
     )

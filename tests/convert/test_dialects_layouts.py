@@ -281,6 +281,7 @@ def test_broken_layouts(tmp_path, layout, fault, parts):
 
 @pytest.mark.parametrize("changes, part", [
     ({"num_bits": 8}, "num_bits 8"), ({"group_size": 128}, "group_size 128"), ({"symmetric": False}, "symmetric False"),
+    ({"strategy": "channel"}, "strategy 'channel'"), ({"actorder": "group"}, "actorder 'group'"), ({"type": "float"}, "describes none"),
 ])  # fmt: skip
 def test_other_integers_are_refused(tmp_path, changes, part):
     config = json.loads(json.dumps(config_of("int4-ct")))

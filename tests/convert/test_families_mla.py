@@ -127,7 +127,7 @@ def test_layers_that_reuse_picks(options, shared):
 REFUSED = [
     (v3_config(hidden_act="gelu"), "hidden_act"), (v3_config(scoring_func="softmax"), "scoring_func"),
     (v3_config(topk_method="greedy"), "topk_method"), (v3_config(moe_layer_freq=2), "moe_layer_freq"),
-    (v3_config(num_key_value_heads=1), "num_key_value_heads"), (v3_config(partial_rotary_factor=0.5), "8 of 16 rotary dimensions"),
+    (v3_config(num_key_value_heads=1), "num_key_value_heads"), (v3_config(partial_rotary_factor=0.5), "partial_rotary_factor: 0.5; only 1.0 is supported"),
     (v3_config(topk_group=5), "groups"), (v3_config(n_group=5), "groups"), (v3_config(qk_rope_head_dim=15), "pairs"),
     (v3_config(rope_scaling=YARN | {"type": "longrope"}), "longrope"), (v3_config(rope_scaling=YARN | {"mscale_all_dim": "1"}), "mscale_all_dim"),
     (dsa_config("deepseek_v32", q_lora_rank=None), "q_lora_rank"), (dsa_config("deepseek_v32", rope_interleave=False), "rope_interleave"),

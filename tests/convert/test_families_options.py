@@ -139,7 +139,6 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
 @pytest.mark.parametrize("config, expected", [
     ({"rope_theta": 5e5}, Rope(5e5, 32)),
     ({}, Rope(1e4, 32)),
-    ({"rope_parameters": {"rope_theta": 2e4, "partial_rotary_factor": 0.25}, "partial_rotary_factor": 0.5}, Rope(2e4, 8)),
     ({"rope_theta": 3e4, "rope_scaling": {"type": "linear", "factor": 2}, "rope_parameters": {"rope_theta": 9e9}}, Rope(3e4, 32, False, Linear(2.0))),
     ({"rope_scaling": {"type": "dynamic", "factor": 2.0, "original_max_position_embeddings": 7}}, Rope(1e4, 32, False, Dynamic(2.0, 4096))),
     ({"rope_scaling": YARN}, Rope(1e4, 32, False, Yarn(4.0, 1024, 32.0, 1.0, True, 0.1 * math.log(4) + 1))),
@@ -155,6 +154,25 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
 ])  # fmt: skip
 def test_every_spelling_of_rope(config, expected):
     assert Config({"max_position_embeddings": 4096} | config).rope(32) == expected
+
+
+def test_part_of_a_head_is_rotated_where_the_architecture_can():
+    config = {"rope_parameters": {"rope_theta": 2e4, "partial_rotary_factor": 0.25}, "partial_rotary_factor": 0.5}
+    assert Config(config).rope(32, partial=1.0) == Rope(2e4, 8)
+    for one in (config, {"partial_rotary_factor": 0.5}):
+        with pytest.raises(InputError, match="partial_rotary_factor: 0.(25|5); only 1.0 is supported"):
+            Config(one).rope(32)
+
+
+@pytest.mark.parametrize("scaling, context", [
+    (YARN, 4096),
+    (YARN | {"factor": 8.0}, 8192),  # max_position_embeddings left as it was
+    ({"rope_type": "dynamic", "factor": 2.0}, 8192),
+    ({"rope_type": "linear", "factor": 2.0}, 4096),
+    (None, 4096),
+])  # fmt: skip
+def test_a_stretched_rope_reaches_its_end(scaling, context):
+    assert spec_of("mixtral", max_position_embeddings=4096, rope_scaling=scaling).context == context
 
 
 @pytest.mark.parametrize("family", CONFIGS)

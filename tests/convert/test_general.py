@@ -148,6 +148,14 @@ def test_what_the_module_leaves_out_is_left_out_with_a_reason(tmp_path):
     assert len(skipped) == 1 and list(skipped)[0].startswith("mtp.0.") and "has no such part" in list(skipped.values())[0]
 
 
+def test_numbers_that_json_has_not(tmp_path):
+    """As transformers 5.24 writes them."""
+    source = write(tmp_path / "source", "nemotron_h", make_model("nemotron_h"))
+    config = config_of("nemotron_h") | {"time_step_limit": [0.0, {"__float__": "Infinity"}]}
+    (source / "config.json").write_text(json.dumps(config))
+    assert plan(str(source), Recipe()).spec.model_type == "nemotron_h"
+
+
 def test_two_names_for_one_tensor_are_not_one(tmp_path):
     weights = spelled("nemotron_h", make_model("nemotron_h"))
     weights["model.layers.0.norm.weight"] = weights["backbone.layers.0.norm.weight"] + 1
