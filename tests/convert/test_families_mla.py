@@ -230,14 +230,16 @@ def exact(w: torch.Tensor | PackedTensor) -> torch.Tensor:
 
 
 def fill(model, artifact: Artifact, source: dict[str, torch.Tensor], requantized: bool) -> None:
-    """Give the model what the source holds, and where that was quantized anew, what the artifact holds."""
+    """Give the model what the source holds, and where that was quantized anew, what the artifact holds, which must be near
+    it in every row: another row would be far."""
     roles = {name: t.role for name, t in canonical_tensors(artifact.spec).items()}
     for name, t in tensors(model).items():
         name = name.replace("model.language_model.", "model.")
         parts = torch.cat([source[part].flatten() for part, _ in per_expert(name, t)]).view(t.shape)
         found = exact(artifact.load(name))
         if requantized and not torch.equal(found, parts):
-            assert roles[name] != KEEP and 0.02 < (found - parts).norm() / parts.norm() < 0.15, name
+            rows = (found - parts).norm(dim=-1) / parts.norm(dim=-1)
+            assert roles[name] != KEEP and rows.mean() > 0.02 and rows.max() < 0.25, name
             parts = found
         t.copy_(parts)
 

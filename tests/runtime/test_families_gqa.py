@@ -150,7 +150,26 @@ def test_bfloat16_with_routing_is_as_exact_as_that_of_transformers():
     assert tipped[0] <= 1.5 * tipped[1]
 
 
-# Negative controls: every option matters
+@pytest.mark.parametrize("case", ["minimax_m2", "glm4_moe", "ernie4_5_moe"])
+def test_corrections_choose_by_less_than_a_step_of_bfloat16(case):
+    """Which is 0.5 at 64: corrections that were rounded to it would be alike, and other experts chosen."""
+    pair, new = pair_of(case, "fp8"), prompts(40, 40)
+    generator = torch.Generator().manual_seed(0)
+    theirs = dict((*pair.theirs.named_parameters(), *pair.theirs.named_buffers()))
+    corrections = [name for name in pair.weights if name.endswith("e_score_correction_bias")]
+    for name in corrections:
+        pair.weights[name] = 64 + 0.2 * torch.randn(pair.weights[name].shape, generator=generator)
+        theirs[name].copy_(pair.weights[name].view(theirs[name].shape))
+    exact = torch.cat([pair.logits(ids) for ids in new])
+    assert worst(torch.cat(run(pair.decoder(), new)), exact) < FLOAT32_LIMIT
+    kept = errors(torch.cat(run(pair.decoder(torch.bfloat16), new)), exact).median()
+    for name in corrections:
+        pair.weights[name] = pair.weights[name].bfloat16()
+    assert worst(torch.cat(run(pair.decoder(), new)), exact) > 1000 * FLOAT32_LIMIT
+    assert errors(torch.cat(run(pair.decoder(torch.bfloat16), new)), exact).median() > 3 * kept
+
+
+# Negative controls: options that matter
 
 
 def change(spec: ModelSpec, part: str, **values) -> ModelSpec:

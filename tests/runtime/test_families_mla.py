@@ -13,7 +13,7 @@ from tests.runtime.test_decoder import errors, greedy, prompts, run, worst
 from tutel_pack.convert.families import deepseek_v3, deepseek_v32, glm4_moe_lite, glm_moe_dsa, kimi_k25
 from tutel_pack.formats import FORMATS
 from tutel_pack.kernels import torch_latent
-from tutel_pack.kernels.ops import Layout, get_ops
+from tutel_pack.kernels.ops import Layout, Ops, get_ops
 from tutel_pack.quant.codec import decode, encode
 from tutel_pack.runtime.decoder import Decoder
 
@@ -184,7 +184,7 @@ CONTROLS = [
 
 @pytest.mark.parametrize("variant, what", CONTROLS)
 def test_a_wrong_spec_is_seen(pairs, variant, what):
-    """The limits are tight enough that each field of the description matters."""
+    """The limits are tight enough that each of these fields matters."""
     pair, new = pairs(variant), prompts(40)
     wrong = pair.decoder(spec=broken(pair.spec, what))
     assert worst(run(wrong, new)[0], pair.theirs(torch.tensor(new)).logits[0]) > 10 * limit(variant)
@@ -244,6 +244,23 @@ def test_bfloat16_with_picks_is_as_exact_as_that_of_transformers():
     assert ours.median() <= 1.5 * theirs.median()
     tipped = 4 * theirs.median()
     assert (ours > tipped).sum() <= 1.5 * (theirs > tipped).sum()
+
+
+def test_what_chooses_is_not_rounded(monkeypatch):
+    """In a bfloat16 model router logits, weights of index heads and the logits of tokens are float32, and hold more than
+    bfloat16 could. With 8 heads of 32 the weights' constant is a power of two and takes nothing away."""
+    found = {"route": [], "top_positions": []}
+
+    def watch(operation: str, place: int) -> None:
+        plain = getattr(Ops, operation)
+        monkeypatch.setattr(Ops, operation, lambda ops, *args: found[operation].append(args[place]) or plain(ops, *args))
+
+    watch("route", 0)
+    watch("top_positions", 1)
+    found["logits"] = run(Pair("v32", index_head_dim=32).decoder(torch.bfloat16), prompts(40))
+    for values in (value for group in found.values() for value in group):
+        assert values.dtype == torch.float32 and (values != values.bfloat16()).float().mean() > 0.9
+    assert [len(group) for group in found.values()] == [2, 3, 1]
 
 
 def test_only_latents_are_cached(pairs):
