@@ -41,6 +41,7 @@ class Family:
     prefix: what source names may have where canonical ones have "model.", as where the decoder is part of a larger model.
     tensors: what a model of that spec is made of.
     spell: a source name -> the one that rules here know it by; None goes by `prefix`.
+    undone: canonical name (regular expression) -> what its loading would take that is not done here.
     """
 
     model_types: tuple[str, ...]
@@ -53,6 +54,7 @@ class Family:
     prefix: str = "model."
     tensors: Callable[[ModelSpec | General], dict[str, TensorSpec]] = canonical_tensors
     spell: Callable[[str], str] | None = None
+    undone: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -117,15 +119,21 @@ def match(family: Family, spec: ModelSpec | General, weights: dict[str, Stored])
     extra = [weights[n].name for n in weights if n in unused and n not in skipped]
     skipped = {weights[n].name: reason for n, reason in sorted(skipped.items())}
     if missing or extra:
-        raise InputError(
-            " ".join(
-                f"The checkpoint {verb} {len(found)} tensors: {', '.join(found[:5])}{', …' * (len(found) > 5)}."
-                for verb, found in (("lacks", missing), ("has unknown", extra))
-                if found
-            )
-            + " It is incomplete, or a variant of this architecture that is not supported."
-        )
+        raise InputError(_mismatch(family, missing, extra))
     return [_target(family, name, tensors[name], grid, weights) for name, grid in names.items()], skipped
+
+
+def _mismatch(family: Family, missing: list[str], extra: list[str]) -> str:
+    listed = [
+        f"The checkpoint {verb} {len(found)} tensor{'s' * (len(found) > 1)}: {', '.join(found[:5])}{', …' * (len(found) > 5)}."
+        for verb, found in (("lacks", missing), ("has unknown", extra))
+        if found
+    ]
+    undone = [reason for n in missing for p, reason in family.undone.items() if re.search(p, n)]
+    why = f"{undone[0]}, which is not supported." if undone else (
+        "It is incomplete, or a variant of this architecture that is not supported."
+    )
+    return " ".join([*listed, why])
 
 
 def _decoder_name(family: Family, name: str) -> str:

@@ -50,6 +50,7 @@ def find(config: dict) -> Family | None:
         transposable=tuple(re.escape(name) for name in tensors if _finds(name, parts, _EXPERTS_MAY_BE_TRANSPOSED)),
         tensors=lambda spec: general.describe(model, spec.tied_head),
         spell=_speller(renamings, [*tensors, *general.left_out(model)]),
+        undone=_undone(parts),
     )
 
 
@@ -82,6 +83,17 @@ def _mapping(model: nn.Module) -> tuple[list, list]:
     found = get_model_conversion_mapping(model, add_legacy=False)
     converters = [t for t in found if isinstance(t, WeightConverter)]
     return [t for t in found if t not in converters], converters
+
+
+def _undone(converters: list) -> dict[str, str]:
+    """What transformers does on loading beyond merging and transposing, by the names of what it makes."""
+    undone = {}
+    for c in converters:
+        operations = [type(op).__name__ for op in c.operations]
+        if not set(operations) <= _MERGES | {"Transpose"}:
+            reason = f"transformers makes it of {', '.join(map(_plain, c.source_patterns))} by {', '.join(operations)} on loading"
+            undone |= {re.escape(_plain(target)): reason for target in c.target_patterns}
+    return undone
 
 
 def _joined(tensors: Collection[str], converters: list) -> dict[str, tuple[str, ...]]:

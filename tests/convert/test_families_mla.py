@@ -394,5 +394,5 @@ def test_an_unknown_tensor_is_not_skipped(tmp_path):
     config = v3_config(num_nextn_predict_layers=0)
     weights = checkpoint(transformers_model("DeepseekV3", config), spec_of(config))
     write_checkpoint(tmp_path / "model", weights | {"model.layers.3.enorm.weight": torch.ones(160)}, config)
-    with pytest.raises(InputError, match=r"unknown 1 tensors: model\.layers\.3\.enorm\.weight"):
+    with pytest.raises(InputError, match=r"unknown 1 tensor: model\.layers\.3\.enorm\.weight"):
         pipeline.convert_checkpoint(str(tmp_path / "model"), tmp_path / "packed")

@@ -136,8 +136,8 @@ def test_what_is_missing_or_unknown_is_listed(tmp_path):
     del weights["backbone.layers.1.mixer.experts.4.up_proj.weight"]
     weights["backbone.layers.0.mixer.wonder"] = torch.ones(3)
     sentence = refusal(tmp_path, config_of("nemotron_h"), weights)
-    assert "lacks 1 tensors: model.layers.1.mixer.experts.4.up_proj.weight" in sentence
-    assert "has unknown 1 tensors: backbone.layers.0.mixer.wonder" in sentence
+    assert "lacks 1 tensor: model.layers.1.mixer.experts.4.up_proj.weight" in sentence
+    assert "has unknown 1 tensor: backbone.layers.0.mixer.wonder" in sentence
 
 
 def test_what_the_module_leaves_out_is_left_out_with_a_reason(tmp_path):
@@ -146,6 +146,12 @@ def test_what_the_module_leaves_out_is_left_out_with_a_reason(tmp_path):
     write_checkpoint(tmp_path / "source", weights, config_of("deepseek_v4"))
     skipped = plan(str(tmp_path / "source"), Recipe()).skipped
     assert len(skipped) == 1 and list(skipped)[0].startswith("mtp.0.") and "has no such part" in list(skipped.values())[0]
+
+
+def test_what_loading_would_take_is_said(tmp_path):
+    config = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
+    sentence = refusal(tmp_path, config_of("lara_mini", **COMMON, **config))
+    assert "transformers makes it of linear_attn.in_proj by Split on loading, which is not supported." in sentence
 
 
 def test_numbers_that_json_has_not(tmp_path):
@@ -159,7 +165,7 @@ def test_numbers_that_json_has_not(tmp_path):
 def test_two_names_for_one_tensor_are_not_one(tmp_path):
     weights = spelled("nemotron_h", make_model("nemotron_h"))
     weights["model.layers.0.norm.weight"] = weights["backbone.layers.0.norm.weight"] + 1
-    assert "has unknown 1 tensors" in refusal(tmp_path, config_of("nemotron_h"), weights)
+    assert "has unknown 1 tensor" in refusal(tmp_path, config_of("nemotron_h"), weights)
 
 
 @pytest.mark.parametrize(

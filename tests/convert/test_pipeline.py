@@ -283,7 +283,7 @@ E7 = "model.layers.0.mlp.experts.7.up_proj.weight"
     (lambda w: w.update({E7 + "_scale_inv": torch.ones(2)}), [E7 + "_scale_inv", "[2]", "[1, 2]"]),
     (lambda w: w.update({E7 + "_scale_inv": torch.ones(())}), [E7 + "_scale_inv", "[]", "[1, 2]"]),
     (lambda w: w.update({E7 + "_scale_inv": torch.ones(1, 2, dtype=torch.int32)}), [E7 + "_scale_inv", "I32"]),
-    (lambda w: w.update({E7: w[E7].float()}), ["has unknown 1 tensors", E7 + "_scale_inv"]),
+    (lambda w: w.update({E7: w[E7].float()}), ["has unknown 1 tensor", E7 + "_scale_inv"]),
     (lambda w: w.update({E7: w[E7].view(torch.float8_e5m2)}), [E7, "is float8 e5m2, and only e4m3 is supported"]),
     (lambda w: w.update({"model.norm.weight": w["model.norm.weight"].to(torch.float8_e4m3fn)}), ["model.norm.weight", "no scale"]),
 ])  # fmt: skip

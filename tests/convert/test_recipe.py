@@ -144,7 +144,7 @@ def test_a_tied_head_stays_tied_and_one_in_the_files_wins(tmp_path, tied, in_fil
 
 def test_a_head_that_is_neither_tied_nor_there(tmp_path):
     weights = qwen3_weights(qwen3_config(tie_word_embeddings=True))
-    assert "lacks 1 tensors: lm_head.weight" in refusal(write_checkpoint(tmp_path / "m", weights, qwen3_config()))
+    assert "lacks 1 tensor: lm_head.weight" in refusal(write_checkpoint(tmp_path / "m", weights, qwen3_config()))
 
 
 def test_roles_alone_decide_without_overrides():

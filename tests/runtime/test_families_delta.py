@@ -594,5 +594,5 @@ def test_a_tensor_under_both_of_its_names_is_refused(tmp_path):
     places = json.loads(index.read_text())
     places["weight_map"][name] = file.name
     index.write_text(json.dumps(places))
-    with pytest.raises(InputError, match=r"has unknown 1 tensors: model\.language_model\.norm\.weight"):
+    with pytest.raises(InputError, match=r"has unknown 1 tensor: model\.language_model\.norm\.weight"):
         convert_checkpoint(str(source), tmp_path / "out")
