@@ -25,6 +25,7 @@ from tutel_pack.runtime.delta_net import convolve, delta_rule
 from tutel_pack.runtime.engine import Engine
 from tutel_pack.runtime.loader import load_packed
 from tutel_pack.runtime.sampling import SamplingParams
+from tutel_pack.runtime.weights import Weights
 from tutel_pack.spec import Attention, DeltaNet, Mlp, Rope
 
 LIMIT = 1e-4
@@ -418,6 +419,23 @@ def test_bfloat16_is_as_exact_at_the_epsilon_of_real_models():
     assert ours.median() <= 1.5 * theirs.median()
     wild = 4 * theirs.median()
     assert (ours > wild).sum() <= 1.5 * (theirs > wild).sum()
+
+
+@pytest.mark.parametrize("variant", ["next", "3.5"])
+def test_gates_are_not_rounded(monkeypatch, variant):
+    """What decides how much a token changes a memory is float32 in a bfloat16 model, and holds more than bfloat16 could."""
+    found, rule = [], delta_net.delta_rule
+    monkeypatch.setattr(delta_net, "delta_rule", lambda *args: found.append(args[4]) or rule(*args))
+    Run(Pair(variant).decoder(torch.bfloat16), 1)(prompts(40))
+    gates = torch.cat([beta.double().logit() for beta in found])
+    assert [beta.dtype for beta in found] == [torch.float32] * 3
+    assert ((gates - gates.bfloat16()).abs() > 1e-4 * gates.abs()).double().mean() > 0.9
+
+
+def test_the_offset_of_norms_is_added_in_float32():
+    w = torch.linspace(-0.01, 0.01, 64).bfloat16()
+    weights = Weights(lambda name: w, qwen3_next.spec(config_of("qwen3_next")), torch.device("cpu"), torch.bfloat16)
+    assert torch.equal(weights.norm("model.norm.weight"), 1 + w.float())
 
 
 # The engine, and the way from a checkpoint

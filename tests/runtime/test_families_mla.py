@@ -15,6 +15,7 @@ from tutel_pack.formats import FORMATS
 from tutel_pack.kernels import torch_latent
 from tutel_pack.kernels.ops import Layout, Ops, get_ops
 from tutel_pack.quant.codec import decode, encode
+from tutel_pack.runtime import mla
 from tutel_pack.runtime.decoder import Decoder
 
 # Every width of a head differs from the others; 48 + 16 rows of kv_a_proj_with_mqa are half a block, 56 no whole
@@ -244,6 +245,20 @@ def test_bfloat16_with_picks_is_as_exact_as_that_of_transformers():
     assert ours.median() <= 1.5 * theirs.median()
     tipped = 4 * theirs.median()
     assert (ours > tipped).sum() <= 1.5 * (theirs > tipped).sum()
+
+
+@pytest.mark.parametrize("variant", ["v3", "v32"])
+def test_the_epsilon_of_short_latents_matters(monkeypatch, variant):
+    """Where norms see inputs nearly as short as its square root, index keys among them; a tenth of it is seen."""
+    pair, new = Pair(variant), prompts(40)
+    for name, w in pair.weights.items():
+        if name.endswith("input_layernorm.weight"):
+            w *= 1e-3
+    expected = pair.theirs(torch.tensor(new)).logits[0]
+    assert worst(run(pair.decoder(), new)[0], expected) < limit(variant)
+    for wrong in (0.9e-6, 1.1e-6):
+        monkeypatch.setattr(mla, "_LATENT_EPS", wrong)
+        assert worst(run(pair.decoder(), new)[0], expected) > 10 * limit(variant)
 
 
 def test_what_chooses_is_not_rounded(monkeypatch):
