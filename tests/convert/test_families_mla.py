@@ -230,8 +230,8 @@ def exact(w: torch.Tensor | PackedTensor) -> torch.Tensor:
 
 
 def fill(model, artifact: Artifact, source: dict[str, torch.Tensor], requantized: bool) -> None:
-    """Give the model what the source holds, and where that was quantized anew, what the artifact holds, which must be near
-    it in every row: another row would be far."""
+    """Give the model what the source holds, and where that was quantized anew, what the artifact holds, which must be
+    near it in every row: another row would be far."""
     roles = {name: t.role for name, t in canonical_tensors(artifact.spec).items()}
     for name, t in tensors(model).items():
         name = name.replace("model.language_model.", "model.")

@@ -423,7 +423,7 @@ def test_bfloat16_is_as_exact_at_the_epsilon_of_real_models():
 
 @pytest.mark.parametrize("variant", ["next", "3.5"])
 def test_gates_are_not_rounded(monkeypatch, variant):
-    """What decides how much a token changes a memory is float32 in a bfloat16 model, and holds more than bfloat16 could."""
+    """What decides how much a token changes a memory is float32 in a bfloat16 model, and more than bfloat16 could hold."""
     found, rule = [], delta_net.delta_rule
     monkeypatch.setattr(delta_net, "delta_rule", lambda *args: found.append(args[4]) or rule(*args))
     Run(Pair(variant).decoder(torch.bfloat16), 1)(prompts(40))
@@ -512,8 +512,8 @@ def row_errors(found: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
     ids=["next", "next fp8", "next nvfp4", "3.5", "3.5 fp8", "3.5 text nvfp4"],
 )
 def test_from_a_checkpoint_to_tokens(tmp_path, variant, options, skipped, fmt):
-    """transformers' model holds what the checkpoint means. Only where packing rounds does it get what became of that, and
-    every row must be near what it was: another row would be far."""
+    """transformers' model holds what the checkpoint means. Only where packing rounds does it get what became of that,
+    and every row must be near what it was: another row would be far."""
     kind, changes = VARIANTS[variant]
     theirs = make_model(kind, **changes)
     source = checkpoint(tmp_path / "source", theirs, **options)

@@ -98,7 +98,7 @@ def check_logits(packed, model: torch.nn.Module) -> None:
 
 @pytest.mark.parametrize("case", [*FAMILIES, "glm4_moe-plain"])
 def test_a_checkpoint_becomes_a_model(case, tmp_path):
-    """Every row of every tensor is where its maker's name says, rounded, and the logits are those of the rounded values."""
+    """Every row of every tensor is where its maker's name says, rounded, and the logits are those of rounded values."""
     model_type, options = CASES[case]
     model = make_model(model_type, **options)
     packed = load_packed(convert(tmp_path, model, hub_tensors(model_type, model)), "cpu", torch.float32)
