@@ -16,9 +16,11 @@ from torch import Tensor
 
 from tutel_pack.errors import InputError
 from tutel_pack.formats import PackedTensor
+from tutel_pack.kernels.cpu import native
+from tutel_pack.kernels.cpu.native import Unavailable
 from tutel_pack.spec import ClampedSwiglu, Moe, Rope, Swiglu
 
-BACKENDS = {"torch": "tutel_pack.kernels.torch_backend"}
+BACKENDS = {"cpu": "tutel_pack.kernels.cpu.backend", "torch": "tutel_pack.kernels.torch_backend"}
 """Name -> module, imported when chosen."""
 
 _log = logging.getLogger(__name__)
@@ -45,13 +47,37 @@ class Layout:
     states: Tensor | None = None
 
 
-def get_ops(backend: str = "auto") -> Ops:
-    """The operations by the backend of that name; "auto" takes the best one here. InputError lists the known names."""
-    name = "torch" if backend == "auto" else backend
+def get_ops(backend: str = "auto", device: torch.device | str = "cpu") -> Ops:
+    """The operations by the backend of that name, for tensors on `device`.
+
+    "auto" takes the best one there: on a CPU the native kernels if they were built, else torch. InputError lists the
+    known names, and says why a backend cannot be had.
+    """
+    if backend == "auto":
+        name, why = _best(torch.device(device))
+    else:
+        name, why = backend, "as asked for"
     if name not in BACKENDS:
         raise InputError(f"Unknown backend {backend!r}: choose one of auto, {', '.join(BACKENDS)}.")
-    _log.info("kernels: backend %s", name)
-    return Ops(name)
+    if name == "cpu" and torch.device(device).type != "cpu":
+        raise InputError(f"The backend 'cpu' cannot work on {device}: choose another, or the device 'cpu'.")
+    try:
+        ops = Ops(name)
+    except Unavailable as e:
+        raise InputError(f"The backend {name!r} cannot be had: {e}.") from e
+    _log.info("kernels: backend %s, %s", name, why)
+    return ops
+
+
+def _best(device: torch.device) -> tuple[str, str]:
+    """(name, why) of the backend to take unless asked for another."""
+    if device.type != "cpu":
+        return "torch", f"the one for {device.type}"
+    try:
+        native.library()
+    except Unavailable as e:
+        return "torch", f"because the native library is missing: {e}"
+    return "cpu", f"by {native.selected()} on {native.threads()} threads"
 
 
 class Ops:

@@ -1,0 +1,53 @@
+// What an instruction set offers: the table of functions that each of portable.cpp, avx2.cpp, … fills in.
+//
+// Their code is compiled with flags of its own. Everything in the headers they share is in an unnamed namespace, and
+// none of them uses templates of the standard library: the linker keeps one copy of a function that several files have,
+// and it could be one that the processor does not know.
+#pragma once
+#include <cstdint>
+
+#include "weight.h"
+
+namespace tp {
+
+struct Activation {
+  float limit, alpha, shift;  // as spec.ClampedSwiglu; limit 0 means plain swiglu
+};
+
+struct Isa {
+  const char* name;
+
+  // How many vectors x becomes: a float32 one may take several, whose products are added up.
+  int (*parts)(int32_t dtype);
+
+  // A weight's order of columns, and the type of x, are an instruction set's own: `pack` writes x [k] of dtype `from`
+  // as `parts` vectors of `packed_bytes` each.
+  int64_t (*packed_bytes)(const tp_weight& w);
+  void (*pack)(const tp_weight& w, const void* x, int32_t from, int parts, void* out);
+
+  // out[(v / parts) · stride + row − first] = Σ over the parts of w[row] · xs[v], for rows first … last − 1 and up to
+  // MAX_BATCH vectors.
+  void (*dots)(const Matrix& w, int64_t first, int64_t last, const void* const* xs, int vectors, int parts, float* out,
+               int64_t stride);
+
+  // gate = activation(gate, up), n values each.
+  void (*activate)(float* gate, const float* up, int64_t n, Activation activation);
+
+  // total[i] += factor · x[i]; and rounding to a dtype.
+  void (*add_scaled)(float* total, const float* x, float factor, int64_t n);
+  void (*store)(const float* x, int32_t dtype, void* out, int64_t n);
+  void (*load)(const void* x, int32_t dtype, float* out, int64_t n);
+
+  // Reads memory and does nothing else.
+  uint64_t (*read)(const void* data, int64_t bytes);
+};
+
+extern const Isa portable_isa;
+#ifdef __x86_64__
+extern const Isa avx2_isa, avx512_isa, amx_isa;
+#endif
+
+// The instruction set in use: the best one here, or the one that was chosen by name.
+const Isa& isa();
+
+}  // namespace tp
