@@ -147,10 +147,10 @@ def test_load_options_reach_the_loader(monkeypatch):
         raise InputError(f"{path} {options}")
 
     monkeypatch.setitem(vars(tutel_pack), "load_packed", load)
-    stderr = tutel_run(
-        "generate", "x", "a", "--device", "cuda:1", "--dtype", "float32", "--backend", "torch", code=2
-    ).stderr
-    assert stderr == f"Error: x {dict(device='cuda:1', dtype=torch.float32, backend='torch')}\n"
+    words = "generate x a --device cuda:1 --dtype float32 --backend torch --threads 3 --mlock --prefault".split()
+    options = dict(dtype=torch.float32, device="cuda:1", backend="torch", threads=3, mlock=True, prefault=True)
+    assert tutel_run(*words, code=2).stderr == f"Error: x {options}\n"
+    assert "--threads" in tutel_run("generate", "x", "a", "--threads", "0", code=2).stderr
     assert "'dtype': None" in tutel_run("generate", "x", "a", code=2).stderr
 
 
