@@ -1,5 +1,6 @@
-// Formats by AVX-512 with VBMI and BF16. Packed vectors are bfloat16; elements are exact in it, so that products are
-// exact too, and sums and scales are float32. A float32 vector is split into three bfloat16 ones that add up to it.
+// Formats by AVX-512 with VBMI. A group is 64 bytes, decoded by table look-ups to bfloat16, in which elements are exact;
+// products and sums are float32. vdpbf16ps would take two cycles where two fused multiply-adds of the same products take
+// one, see bench/NOTES.md.
 #pragma once
 #include <immintrin.h>
 
@@ -12,10 +13,14 @@ namespace {
 inline __m512bh as_bh(__m512i v) { return reinterpret_cast<__m512bh>(v); }
 inline __mmask64 first_bytes(int64_t n) { return _bzhi_u64(~0ull, static_cast<unsigned>(n)); }
 
-// What groups of 64 bytes share. V vectors of 32 bfloat16 hold a group.
+inline __m512 even(__m512i v) { return _mm512_castsi512_ps(_mm512_slli_epi32(v, 16)); }
+inline __m512 odd(__m512i v) { return _mm512_castsi512_ps(_mm512_and_si512(v, _mm512_set1_epi32(-65536))); }
+
+// What groups of 64 bytes share: V vectors of 32 bfloat16. Packed x has, for each of them, the columns of its even words
+// and then those of its odd ones.
 template <int V>
 struct Group {
-  using X = uint16_t;
+  using X = float;
   using Raw = __m512i;
   using Sum = __m512;
   static constexpr int vectors = V, group = 32 * V, bytes = 64;
@@ -27,7 +32,11 @@ struct Group {
   static Raw load_part(const uint8_t* p, int64_t n) { return _mm512_maskz_loadu_epi8(first_bytes(n), p); }
 
   static Sum dot(Sum sum, const Elements& e, const X* x) {
-    for (int v = 0; v < V; v++) sum = _mm512_dpbf16_ps(sum, as_bh(e.vector[v]), as_bh(_mm512_load_si512(x + 32 * v)));
+#pragma GCC unroll 4
+    for (int v = 0; v < V; v++) {
+      sum = _mm512_fmadd_ps(even(e.vector[v]), _mm512_load_ps(x + 32 * v), sum);
+      sum = _mm512_fmadd_ps(odd(e.vector[v]), _mm512_load_ps(x + 32 * v + 16), sum);
+    }
     return sum;
   }
 
@@ -57,8 +66,7 @@ struct Nibbles : Group<4> {
     const __m256i half = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(TABLE::value));
     const __m512i table = _mm512_broadcast_i64x4(half);
     return {{_mm512_permutexvar_epi16(raw, table), _mm512_permutexvar_epi16(_mm512_srli_epi16(raw, 4), table),
-             _mm512_permutexvar_epi16(_mm512_srli_epi16(raw, 8), table),
-             _mm512_permutexvar_epi16(_mm512_srli_epi16(raw, 12), table)}};
+             _mm512_permutexvar_epi16(_mm512_srli_epi16(raw, 8), table), _mm512_permutexvar_epi16(_mm512_srli_epi16(raw, 12), table)}};
   }
 
   // Lane i of a sum has columns 8 · i … 8 · i + 7.
@@ -71,16 +79,7 @@ struct Nibbles : Group<4> {
     return _mm512_permutexvar_ps(pairs, _mm512_castps256_ps512(_mm256_loadu_ps(scales)));
   }
 
-  static void arrange(const __m512i in[4], __m512i out[4]) {
-    alignas(64) static constexpr uint16_t first[32] = {0, 4, 8, 12, 16, 20, 24, 28, 32, 36, 40, 44, 48, 52, 56, 60};
-    const __m512i index = _mm512_load_si512(first);
-    for (int j = 0; j < 4; j++) {
-      const __m512i from = _mm512_add_epi16(index, _mm512_set1_epi16(static_cast<short>(j)));
-      const __m512i low = _mm512_permutex2var_epi16(in[0], from, in[1]);
-      const __m512i high = _mm512_permutex2var_epi16(in[2], from, in[3]);
-      out[j] = _mm512_inserti64x4(low, _mm512_castsi512_si256(high), 1);
-    }
-  }
+  static constexpr int column(int word) { return 4 * (word % 32) + word / 32; }
 };
 
 // The two bytes of a bfloat16 looked up by the 7 bits of an e4m3's size.
@@ -126,10 +125,7 @@ struct Fp8 : Group<2> {
     return _mm512_permutexvar_ps(_mm512_set_epi32(1, 1, 1, 1, 1, 1, 1, 1, 0, 0, 0, 0, 0, 0, 0, 0), two);
   }
 
-  static void arrange(const __m512i in[2], __m512i out[2]) {
-    out[0] = _mm512_shuffle_i64x2(in[0], in[1], 0x88);
-    out[1] = _mm512_shuffle_i64x2(in[0], in[1], 0xdd);
-  }
+  static constexpr int column(int word) { return word % 32 / 8 * 16 + word / 32 * 8 + word % 8; }
 };
 
 struct Bf16 : Group<1> {
@@ -138,7 +134,7 @@ struct Bf16 : Group<1> {
   static Elements decode(Raw raw) { return {{raw}}; }
   static int scale(const float*) { return 0; }
   static Sum add(Sum sum, const Elements& e, const X* x, int) { return dot(sum, e, x); }
-  static void arrange(const __m512i in[1], __m512i out[1]) { out[0] = in[0]; }
+  static constexpr int column(int word) { return word; }
 };
 
 template <class Call>
@@ -151,72 +147,84 @@ auto with_format(const tp_weight& w, Call&& call) {
   }
 }
 
-inline __m512i round_pair(__m512 low, __m512 high) { return reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(high, low)); }
-inline __m512 widen_low(__m512i v) {
-  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm512_castsi512_si256(v)), 16));
-}
-inline __m512 widen_high(__m512i v) {
-  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm512_extracti64x4_epi64(v, 1)), 16));
-}
-
-// 32 values of x from column `start` on, rounded to bfloat16, and what the rounding left over.
-struct Split {
-  __m512 low, high;
-
-  static __mmask16 lanes(int64_t n) { return n >= 16 ? 0xffff : n > 0 ? static_cast<__mmask16>((1u << n) - 1) : 0; }
-
-  Split(const float* x, int64_t n)
-      : low(_mm512_maskz_loadu_ps(lanes(n), x)), high(_mm512_maskz_loadu_ps(lanes(n - 16), x + 16)) {}
-
-  __m512i next() {
-    const __m512i rounded = round_pair(low, high);
-    low = _mm512_sub_ps(low, widen_low(rounded));
-    high = _mm512_sub_ps(high, widen_high(rounded));
-    return rounded;
+// 32 values of x from column `start` on as bfloat16, float32 rounded to it; zeros behind its end.
+inline __m512i load_words(const void* x, int32_t dtype, int64_t start, int64_t k) {
+  const int64_t n = k - start;
+  if (dtype == TP_BFLOAT16) {
+    const __mmask32 words = n >= 32 ? ~0u : n > 0 ? _bzhi_u32(~0u, static_cast<unsigned>(n)) : 0;
+    return _mm512_maskz_loadu_epi16(words, static_cast<const uint16_t*>(x) + start);
   }
-};
+  const auto lanes = [](int64_t left) { return static_cast<__mmask16>(left >= 16 ? 0xffff : left > 0 ? (1u << left) - 1 : 0); };
+  const float* values = static_cast<const float*>(x) + start;
+  const __m512 low = _mm512_maskz_loadu_ps(lanes(n), values), high = _mm512_maskz_loadu_ps(lanes(n - 16), values + 16);
+  return reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(high, low));
+}
 
-inline __m512i load_bf16(const uint16_t* x, int64_t n) {
-  return n >= 32 ? _mm512_loadu_si512(x) : _mm512_maskz_loadu_epi16(n > 0 ? _bzhi_u32(~0u, static_cast<unsigned>(n)) : 0, x);
+// Words of a group in another order: words[i] of the result is word order[i] of `in`.
+template <int V>
+void permute(const __m512i (&in)[V], const uint16_t* order, __m512i (&out)[V]) {
+  for (int v = 0; v < V; v++) {
+    const __m512i index = _mm512_loadu_si512(order + 32 * v);
+    if (V == 1) {
+      out[v] = _mm512_permutexvar_epi16(index, in[0]);
+    } else {
+      out[v] = _mm512_permutex2var_epi16(in[0], index, in[V > 1]);
+      const __m512i high = _mm512_permutex2var_epi16(in[V > 2 ? 2 : 0], index, in[V > 2 ? 3 : 0]);
+      if (V > 2) out[v] = _mm512_mask_mov_epi16(out[v], _mm512_test_epi16_mask(index, _mm512_set1_epi16(64)), high);
+    }
+  }
 }
 
 template <class F>
-void pack_group(const void* x, int32_t from, int64_t start, int64_t k, int parts, uint16_t* out, int64_t stride) {
-  __m512i plain[3][F::vectors], arranged[F::vectors];
-  for (int v = 0; v < F::vectors; v++) {
-    const int64_t column = start + 32 * v, left = k - column;
-    if (from == TP_BFLOAT16) {
-      plain[0][v] = load_bf16(static_cast<const uint16_t*>(x) + column, left);
-    } else {
-      Split split(static_cast<const float*>(x) + column, left);
-      for (int part = 0; part < parts; part++) plain[part][v] = split.next();
-    }
-  }
-  for (int part = 0; part < parts; part++) {
-    F::arrange(plain[part], arranged);
-    for (int v = 0; v < F::vectors; v++) _mm512_store_si512(out + part * stride + start + 32 * v, arranged[v]);
-  }
-}
+struct Order {
+  uint16_t column[F::group];
 
-int parts(int32_t dtype) { return dtype == TP_FLOAT ? 3 : 1; }
+  constexpr Order() : column() {
+    for (int i = 0; i < F::group; i++) column[i] = static_cast<uint16_t>(F::column(i));
+  }
+};
+
+template <class F>
+constexpr Order<F> ORDER;
 
 int64_t packed_bytes(const tp_weight& w) {
-  return with_format(w, [&](auto f) { return groups<decltype(f)>(w) * decltype(f)::group * int64_t{2}; });
+  return with_format(w, [&](auto f) { return groups<decltype(f)>(w) * decltype(f)::group * int64_t{sizeof(float)}; });
 }
 
-void pack(const tp_weight& w, const void* x, int32_t from, int parts, void* out) {
+template <class F>
+void pack_words(const void* x, int64_t start, int64_t k, float* out) {
+  __m512i plain[F::vectors], words[F::vectors];
+  for (int v = 0; v < F::vectors; v++) plain[v] = load_words(x, TP_BFLOAT16, start + 32 * v, k);
+  permute(plain, ORDER<F>.column, words);
+  for (int v = 0; v < F::vectors; v++) {
+    _mm512_store_ps(out + 32 * v, even(words[v]));
+    _mm512_store_ps(out + 32 * v + 16, odd(words[v]));
+  }
+}
+
+template <class F>
+void pack_floats(const float* x, int64_t start, int64_t k, float* out) {
+  for (int i = 0; i < F::group; i++) {
+    const int word = i / 32 * 32 + i % 16 * 2 + i % 32 / 16;
+    const int64_t column = start + F::column(word);
+    out[i] = column < k ? x[column] : 0.0f;
+  }
+}
+
+void pack(const tp_weight& w, const void* x, int32_t from, void* out) {
   with_format(w, [&](auto f) {
     using F = decltype(f);
-    const int64_t stride = groups<F>(w) * F::group;
+    float* packed = static_cast<float*>(out);
     for (int64_t start = 0; start < w.k; start += F::group) {
-      pack_group<F>(x, from, start, w.k, parts, static_cast<uint16_t*>(out), stride);
+      if (from == TP_BFLOAT16) pack_words<F>(x, start, w.k, packed + start);
+      else pack_floats<F>(static_cast<const float*>(x), start, w.k, packed + start);
     }
   });
 }
 
-void dots_of_any(const Matrix& w, int64_t first, int64_t last, const void* const* xs, int vectors, int parts,
-                 float* out, int64_t stride) {
-  with_format(*w.w, [&](auto f) { dots_of<decltype(f)>(w, first, last, xs, vectors, parts, out, stride); });
+void dots_of_any(const Matrix& w, int64_t first, int64_t last, const void* const* xs, int vectors, float* out,
+                 int64_t stride) {
+  with_format(*w.w, [&](auto f) { dots_of<decltype(f)>(w, first, last, xs, vectors, out, stride); });
 }
 
 }  // namespace

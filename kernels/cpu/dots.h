@@ -10,6 +10,8 @@
 //   F::reduce             a sum's lanes -> float
 //   F::arrange            columns of a group, in order -> as items of a packed vector
 #pragma once
+#include <utility>
+
 #include "isa.h"
 #include "scales.h"
 #include "threads.h"
@@ -24,63 +26,67 @@ int64_t groups(const tp_weight& w) {
   return ceil_div(w.k, F::group);
 }
 
-template <class F, int M>
-struct Rows {
-  typename F::Sum sum[M];
-  const typename F::X* x[M];
+// Products of a row with M vectors. The vectors are a parameter pack and not a loop, so that the compiler sees sums with
+// constant indices and keeps them in registers.
+template <class F, class V>
+struct Row;
 
-  void add(int64_t g, typename F::Raw raw, const float* scales) {
+template <class F, int... V>
+struct Row<F, std::integer_sequence<int, V...>> {
+  static constexpr int count = sizeof...(V);
+  using X = typename F::X;
+  using Sum = typename F::Sum;
+
+  __attribute__((always_inline)) static void add(Sum (&sum)[count], const X* const (&x)[count], int64_t g,
+                                                 typename F::Raw raw, const float* scales) {
     const auto elements = F::decode(raw);
     const auto scale = F::scale(scales + g * (F::span ? F::group / F::span : 0));
-    for (int v = 0; v < M; v++) sum[v] = F::add(sum[v], elements, x[v] + g * F::group, scale);
+    ((sum[V] = F::add(sum[V], elements, x[V] + g * F::group, scale)), ...);
   }
 
-  // One row: `size` bytes at `data`.
-  void multiply(const uint8_t* data, int64_t size, const float* scales) {
-    for (int v = 0; v < M; v++) sum[v] = typename F::Sum{};
+  // `size` bytes at `data`; out[v] are the sums over all columns.
+  static void multiply(const uint8_t* data, int64_t size, const float* scales, const void* const* xs, float* out) {
+    const X* const x[count] = {static_cast<const X*>(xs[V])...};
+    Sum sum[count] = {((void)V, Sum{})...};
     const int64_t whole = size / F::bytes;
     for (int64_t g = 0; g < whole; g++) {
       __builtin_prefetch(data + g * F::bytes + AHEAD);
-      add(g, F::load(data + g * F::bytes), scales);
+      add(sum, x, g, F::load(data + g * F::bytes), scales);
     }
-    if (whole * F::bytes < size) add(whole, F::load_part(data + whole * F::bytes, size - whole * F::bytes), scales);
+    if (whole * F::bytes < size) add(sum, x, whole, F::load_part(data + whole * F::bytes, size - whole * F::bytes), scales);
+    ((out[V] = F::reduce(sum[V])), ...);
   }
 };
 
 template <class F, int M>
-void dots(const Matrix& w, int64_t first, int64_t last, const void* const* xs, int parts, float* out, int64_t stride) {
-  Rows<F, M> rows;
-  for (int v = 0; v < M; v++) rows.x[v] = static_cast<const typename F::X*>(xs[v]);
+void dots(const Matrix& w, int64_t first, int64_t last, const void* const* xs, float* out, int64_t stride) {
   const int64_t size = ceil_div(w.w->k * F::bytes, F::group);
-  float* scales = F::span ? scale_buffer(*w.w, F::group, F::span ? F::span : 1) : nullptr;
+  constexpr int span = F::span ? F::span : F::group;
+  float* scales = F::span ? scale_buffer(*w.w, F::group, span) : nullptr;
   Matrix::Place place{0, first, 0};
   for (int64_t row = first; row < last; row++) {
     if (row == place.end) {
       place = w.place(row);
-      if (F::span) read_scales(w, place.grid_row, F::span ? F::span : 1, scales);
+      if (F::span) read_scales(w, place.grid_row, span, scales);
     }
-    rows.multiply(w.data + row * w.w->row_bytes, size, scales);
-    for (int v = 0; v < M; v += parts) {
-      float total = 0;
-      for (int part = v; part < v + parts && part < M; part++) total += F::reduce(rows.sum[part]);
-      out[v / parts * stride + row - first] = total * place.global;
-    }
+    float products[M];
+    Row<F, std::make_integer_sequence<int, M>>::multiply(w.data + row * w.w->row_bytes, size, scales, xs, products);
+    for (int v = 0; v < M; v++) out[v * stride + row - first] = products[v] * place.global;
   }
 }
 
 template <class F>
-void dots_of(const Matrix& w, int64_t first, int64_t last, const void* const* xs, int vectors, int parts, float* out,
-             int64_t stride) {
+void dots_of(const Matrix& w, int64_t first, int64_t last, const void* const* xs, int vectors, float* out, int64_t stride) {
   static_assert(MAX_BATCH == 8, "one case per number of vectors");
   switch (vectors) {
-    case 1: return dots<F, 1>(w, first, last, xs, parts, out, stride);
-    case 2: return dots<F, 2>(w, first, last, xs, parts, out, stride);
-    case 3: return dots<F, 3>(w, first, last, xs, parts, out, stride);
-    case 4: return dots<F, 4>(w, first, last, xs, parts, out, stride);
-    case 5: return dots<F, 5>(w, first, last, xs, parts, out, stride);
-    case 6: return dots<F, 6>(w, first, last, xs, parts, out, stride);
-    case 7: return dots<F, 7>(w, first, last, xs, parts, out, stride);
-    case 8: return dots<F, 8>(w, first, last, xs, parts, out, stride);
+    case 1: return dots<F, 1>(w, first, last, xs, out, stride);
+    case 2: return dots<F, 2>(w, first, last, xs, out, stride);
+    case 3: return dots<F, 3>(w, first, last, xs, out, stride);
+    case 4: return dots<F, 4>(w, first, last, xs, out, stride);
+    case 5: return dots<F, 5>(w, first, last, xs, out, stride);
+    case 6: return dots<F, 6>(w, first, last, xs, out, stride);
+    case 7: return dots<F, 7>(w, first, last, xs, out, stride);
+    case 8: return dots<F, 8>(w, first, last, xs, out, stride);
   }
 }
 

@@ -1,13 +1,11 @@
 // The functions of an Isa whose packed vectors are float32, included inside its namespace behind `with_format`.
 namespace {
 
-int parts(int32_t) { return 1; }
-
 int64_t packed_bytes(const tp_weight& w) {
   return with_format(w, [&](auto f) { return groups<decltype(f)>(w) * decltype(f)::group * int64_t{sizeof(float)}; });
 }
 
-void pack(const tp_weight& w, const void* x, int32_t from, int, void* out) {
+void pack(const tp_weight& w, const void* x, int32_t from, void* out) {
   with_format(w, [&](auto f) {
     using F = decltype(f);
     float* packed = static_cast<float*>(out);
@@ -19,13 +17,13 @@ void pack(const tp_weight& w, const void* x, int32_t from, int, void* out) {
   });
 }
 
-void dots_of_any(const Matrix& w, int64_t first, int64_t last, const void* const* xs, int vectors, int parts,
-                 float* out, int64_t stride) {
-  with_format(*w.w, [&](auto f) { dots_of<decltype(f)>(w, first, last, xs, vectors, parts, out, stride); });
+void dots_of_any(const Matrix& w, int64_t first, int64_t last, const void* const* xs, int vectors, float* out,
+                 int64_t stride) {
+  with_format(*w.w, [&](auto f) { dots_of<decltype(f)>(w, first, last, xs, vectors, out, stride); });
 }
 
 constexpr Isa make_isa(const char* name) {
-  return {name, parts, packed_bytes, pack, dots_of_any, activate, add_scaled, store, load, read};
+  return {name, packed_bytes, pack, dots_of_any, activate, add_scaled, store, load, read, nullptr};
 }
 
 }  // namespace

@@ -14,20 +14,28 @@ struct Activation {
   float limit, alpha, shift;  // as spec.ClampedSwiglu; limit 0 means plain swiglu
 };
 
+// Products by a matrix unit, for many vectors of bfloat16. Blocks of up to 16 vectors are packed together.
+struct Tiles {
+  // A block of `count` vectors takes count · vector_bytes.
+  int64_t (*vector_bytes)(const tp_weight& w);
+  void (*pack)(const tp_weight& w, const void* const* xs, int count, int32_t from, void* out);
+
+  // out[v · stride + row − first] = w[row] · x[v], for rows first … last − 1 and any number of vectors, packed in whole
+  // blocks and a last one that may be smaller.
+  void (*products)(const Matrix& w, int64_t first, int64_t last, const void* packed, int64_t vectors, float* out,
+                   int64_t stride);
+};
+
 struct Isa {
   const char* name;
 
-  // How many vectors x becomes: a float32 one may take several, whose products are added up.
-  int (*parts)(int32_t dtype);
-
-  // A weight's order of columns, and the type of x, are an instruction set's own: `pack` writes x [k] of dtype `from`
-  // as `parts` vectors of `packed_bytes` each.
+  // The order of a packed vector's columns is an instruction set's and a format's own: `pack` writes x [k] of dtype
+  // `from` as `packed_bytes`.
   int64_t (*packed_bytes)(const tp_weight& w);
-  void (*pack)(const tp_weight& w, const void* x, int32_t from, int parts, void* out);
+  void (*pack)(const tp_weight& w, const void* x, int32_t from, void* out);
 
-  // out[(v / parts) · stride + row − first] = Σ over the parts of w[row] · xs[v], for rows first … last − 1 and up to
-  // MAX_BATCH vectors.
-  void (*dots)(const Matrix& w, int64_t first, int64_t last, const void* const* xs, int vectors, int parts, float* out,
+  // out[v · stride + row − first] = w[row] · xs[v], for rows first … last − 1 and up to MAX_BATCH vectors.
+  void (*dots)(const Matrix& w, int64_t first, int64_t last, const void* const* xs, int vectors, float* out,
                int64_t stride);
 
   // gate = activation(gate, up), n values each.
@@ -40,6 +48,8 @@ struct Isa {
 
   // Reads memory and does nothing else.
   uint64_t (*read)(const void* data, int64_t bytes);
+
+  const Tiles* tiles;  // null where there are none
 };
 
 extern const Isa portable_isa;

@@ -65,8 +65,8 @@ void Moe::gate_and_up(const Part& part, const Packed& x, float* inner) const {
   float *up = gate + run.count * ROWS, *gate_bias = up + run.count * ROWS, *up_bias = gate_bias + ROWS;
   for (int64_t row = part.first; row < part.last; row += ROWS) {
     const int64_t n = std::min(ROWS, part.last - row), bias = run.expert * 2 * half + row;
-    x.dots(matrix, row, row + n, &token_of_[run.first], run.count, gate, ROWS);
-    x.dots(matrix, half + row, half + row + n, &token_of_[run.first], run.count, up, ROWS);
+    x.products(matrix, row, row + n, &token_of_[run.first], run.first, run.count, gate, ROWS);
+    x.products(matrix, half + row, half + row + n, &token_of_[run.first], run.first, run.count, up, ROWS);
     load_bias(gate_up_bias_, bias, n, gate_bias);
     load_bias(gate_up_bias_, bias + half, n, up_bias);
     for (int64_t i = 0; i < run.count; i++) {
@@ -100,41 +100,62 @@ bool Moe::run(const void* x, const int64_t* ids, const float* weights, int64_t t
               void* out) {
   if (!sort(ids, tokens, k)) return false;
   const int64_t slots = static_cast<int64_t>(order_.size()), h = down_.n, i = down_.k;
+  const int64_t runs = std::max<int64_t>(1, static_cast<int64_t>(runs_.size())), mean = ceil_div(slots, runs);
+  const bool tiles = fits_bf16(x, dtype, tokens * h) && tiles_pay(gate_up_, mean);
+  const bool tiles_inner = dtype == TP_BFLOAT16 && tiles_pay(down_, mean);
+  // Tiles take the tokens of an expert as a block, and a token as often as it has experts.
+  const Packed packed(gate_up_, tiles ? slots : tokens, tiles, SLOT_PACKED);
+  const Packed packed_inner(down_, slots, tiles_inner, SLOT_PACKED_INNER);
   const int64_t tile = std::clamp(PIECES / std::max<int64_t>(1, slots) / GRAIN * GRAIN, GRAIN, h + GRAIN);
-  const Packed packed(gate_up_, dtype, tokens, SLOT_PACKED), packed_inner(down_, dtype, slots, SLOT_PACKED_INNER);
   float* inner = static_cast<float*>(scratch(SLOT_INNER, (slots * i + 1) * sizeof(float)));
   float* pieces = static_cast<float*>(scratch(SLOT_PIECES, (slots * std::min(tile, h) + 1) * sizeof(float)));
-  std::vector<int64_t> places(slots);
-  for (int64_t p = 0; p < slots; p++) places[p] = p;
 
   tp::run([&](const Member& me) {
-    int64_t first, last;
-    me.share(tokens, 1, first, last);
-    for (int64_t t = first; t < last; t++) packed.pack(t, at(x, dtype, t * h), dtype);
+    if (tiles) {
+      pack_runs(me, packed, dtype, [&](int64_t p) { return at(x, dtype, token_of_[p] * h); });
+    } else {
+      int64_t first, last;
+      me.share(tokens, 1, first, last);
+      packed.pack(first, last, dtype, [&](int64_t t) { return at(x, dtype, t * h); });
+    }
     me.barrier();
     for_parts(me, i, [&](const Part& part) { gate_and_up(part, packed, inner); });
     me.barrier();
-    me.share(slots, 1, first, last);
-    for (int64_t p = first; p < last; p++) packed_inner.pack(p, inner + p * i, TP_FLOAT);
+    pack_runs(me, packed_inner, TP_FLOAT, [&](int64_t p) { return inner + p * i; });
     for (int64_t row = 0; row < h; row += tile) {
       const int64_t rows = std::min(tile, h - row);
       me.barrier();
-      for_parts(me, rows, [&](const Part& part) {
-        const Run& run = *part.run;
-        const Matrix matrix(down_, run.expert);
-        float* piece = pieces + run.first * rows + part.first;
-        packed_inner.dots(matrix, row + part.first, row + part.last, &places[run.first], run.count, piece, rows);
-        if (down_bias_.data) {
-          float* bias = static_cast<float*>(scratch(SLOT_PRODUCTS, rows * sizeof(float)));
-          load_bias(down_bias_, run.expert * h + row + part.first, part.last - part.first, bias);
-          for (int64_t p = 0; p < run.count; p++) isa().add_scaled(piece + p * rows, bias, 1.0f, part.last - part.first);
-        }
-      });
+      for_parts(me, rows, [&](const Part& part) { down(part, packed_inner, row, rows, pieces); });
       me.barrier();
       sum(me, pieces, row, rows, rows, weights, dtype, out);
     }
   });
   return true;
+}
+
+// Every run is packed as a whole; members take turns at blocks of them.
+template <class X>
+void Moe::pack_runs(const Member& me, const Packed& packed, int32_t from, X&& x) const {
+  int64_t block = 0;
+  for (const Run& run : runs_) {
+    for (int64_t done = 0; done < run.count; done += BLOCK, block++) {
+      if (block % me.count != me.index) continue;
+      packed.pack(run.first + done, run.first + std::min(done + BLOCK, run.count), from, x);
+    }
+  }
+}
+
+// Results of the rows of `part` behind `row`, of the `rows` that pieces [slots, rows] are kept of.
+void Moe::down(const Part& part, const Packed& inner, int64_t row, int64_t rows, float* pieces) const {
+  const Run& run = *part.run;
+  const int64_t n = part.last - part.first;
+  const Matrix matrix(down_, run.expert);
+  float* piece = pieces + run.first * rows + part.first;
+  inner.products(matrix, row + part.first, row + part.last, nullptr, run.first, run.count, piece, rows);
+  if (!down_bias_.data) return;
+  float* bias = static_cast<float*>(scratch(SLOT_PRODUCTS, n * sizeof(float)));
+  load_bias(down_bias_, run.expert * down_.n + row + part.first, n, bias);
+  for (int64_t p = 0; p < run.count; p++) isa().add_scaled(piece + p * rows, bias, 1.0f, n);
 }
 
 }  // namespace tp

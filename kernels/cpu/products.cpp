@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <cstring>
 #include <numeric>
-#include <vector>
 
 namespace tp {
 
@@ -12,41 +11,53 @@ void load_bias(tp_vector bias, int64_t first, int64_t n, float* out) {
   else std::fill(out, out + n, 0.0f);
 }
 
-Packed::Packed(const tp_weight& w, int32_t dtype, int64_t n, Slot slot)
-    : w_(w), parts_(isa().parts(dtype)), bytes_(isa().packed_bytes(w)) {
-  data_ = static_cast<char*>(scratch(slot, n * parts_ * bytes_));
+bool tiles_pay(const tp_weight& w, int64_t vectors) {
+  if (!isa().tiles) return false;
+  return vectors >= (w.format == TP_E2M1 && w.scale_type == TP_SCALE_E8M0 ? 1 : 3);
 }
 
-void Packed::pack(int64_t i, const void* x, int32_t from) const {
-  isa().pack(w_, x, from, parts_, data_ + i * parts_ * bytes_);
+bool fits_bf16(const void* x, int32_t dtype, int64_t n) {
+  if (dtype == TP_BFLOAT16) return true;
+  uint32_t below = 0;
+  for (int64_t i = 0; i < n; i++) {
+    uint32_t bits;
+    std::memcpy(&bits, static_cast<const float*>(x) + i, sizeof bits);
+    below |= bits;
+  }
+  return (below & 0xffff) == 0;
 }
 
-void Packed::dots(const Matrix& m, int64_t first, int64_t last, const int64_t* which, int64_t count, float* out,
-                  int64_t stride) const {
-  for (int64_t start = 0; start < count; start += batch()) {
-    const int64_t n = std::min(batch(), count - start);
+Packed::Packed(const tp_weight& w, int64_t n, bool tiles, Slot slot)
+    : w_(w),
+      tiles_(tiles),
+      bytes_(tiles ? isa().tiles->vector_bytes(w) : isa().packed_bytes(w)),
+      data_(static_cast<char*>(scratch(slot, n * bytes_))) {}
+
+void Packed::products(const Matrix& m, int64_t first, int64_t last, const int64_t* which, int64_t start, int64_t count,
+                      float* out, int64_t stride) const {
+  if (tiles_) return isa().tiles->products(m, first, last, place(start), count, out, stride);
+  for (int64_t done = 0; done < count; done += MAX_BATCH) {
+    const int n = static_cast<int>(std::min(MAX_BATCH, count - done));
     const void* xs[MAX_BATCH];
-    for (int64_t v = 0; v < n * parts_; v++) xs[v] = data_ + (which[start + v / parts_] * parts_ + v % parts_) * bytes_;
-    isa().dots(m, first, last, xs, static_cast<int>(n * parts_), parts_, out + start * stride, stride);
+    for (int v = 0; v < n; v++) xs[v] = place(which ? which[done + v] : start + done + v);
+    isa().dots(m, first, last, xs, n, out + done * stride, stride);
   }
 }
 
 void linear(const tp_weight& w, const void* x, int64_t tokens, int32_t dtype, tp_vector bias, void* out) {
-  const Packed packed(w, dtype, tokens, SLOT_PACKED);
+  const Packed packed(w, tokens, tiles_pay(w, tokens) && fits_bf16(x, dtype, tokens * w.k), SLOT_PACKED);
   const Matrix matrix(w, 0);
-  std::vector<int64_t> all(tokens);
-  std::iota(all.begin(), all.end(), 0);
   run([&](const Member& me) {
     int64_t first, last;
-    me.share(tokens, 1, first, last);
-    for (int64_t t = first; t < last; t++) packed.pack(t, at(x, dtype, t * w.k), dtype);
+    me.share(tokens, BLOCK, first, last);
+    packed.pack(first, last, dtype, [&](int64_t t) { return at(x, dtype, t * w.k); });
     me.barrier();
     float* products = static_cast<float*>(scratch(SLOT_PRODUCTS, (tokens + 1) * ROWS * sizeof(float)));
     float* biases = products + tokens * ROWS;
-    me.share(w.n, 8, first, last);
+    me.share(w.n, BLOCK, first, last);
     for (int64_t row = first; row < last; row += ROWS) {
       const int64_t n = std::min(ROWS, last - row);
-      packed.dots(matrix, row, row + n, all.data(), tokens, products, ROWS);
+      packed.products(matrix, row, row + n, nullptr, 0, tokens, products, ROWS);
       load_bias(bias, row, n, biases);
       for (int64_t t = 0; t < tokens; t++) {
         if (bias.data) isa().add_scaled(products + t * ROWS, biases, 1.0f, n);

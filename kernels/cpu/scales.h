@@ -54,24 +54,23 @@ inline float* scale_buffer(const tp_weight& w, int64_t group, int64_t span) {
 // out[i] is the scale of columns i · span …, of a row of the grid.
 inline void read_scales(const Matrix& m, int64_t grid_row, int64_t span, float* out) {
   const tp_weight& w = *m.w;
-  const int64_t items = ceil_div(w.k, span), start = grid_row * w.grid_columns;
-  const int64_t repeat = w.block_columns >= w.k ? items : w.block_columns / span;
-  const int64_t blocks = w.grid_columns;
+  const int64_t blocks = w.grid_columns, start = grid_row * blocks;
+  const uint8_t* bytes = m.scale + start;
   switch (w.scale_type) {
     case TP_SCALE_E8M0:
-      for (int64_t i = 0; i < blocks; i++) out[i * repeat] = e8m0(m.scale[start + i]);
+      for (int64_t i = 0; i < blocks; i++) out[i] = e8m0(bytes[i]);
       break;
     case TP_SCALE_E4M3:
-      for (int64_t i = 0; i < blocks; i++) out[i * repeat] = e4m3(m.scale[start + i]);
+      for (int64_t i = 0; i < blocks; i++) out[i] = e4m3(bytes[i]);
       break;
     case TP_SCALE_BF16:
-      for (int64_t i = 0; i < blocks; i++) out[i * repeat] = bf16(reinterpret_cast<const uint16_t*>(m.scale)[start + i]);
+      for (int64_t i = 0; i < blocks; i++) out[i] = bf16(reinterpret_cast<const uint16_t*>(m.scale)[start + i]);
       break;
-    default:
-      for (int64_t i = 0; i < blocks; i++) out[i * repeat] = reinterpret_cast<const float*>(m.scale)[start + i];
+    default: std::memcpy(out, reinterpret_cast<const float*>(m.scale) + start, blocks * sizeof(float));
   }
+  const int64_t items = ceil_div(w.k, span), repeat = w.block_columns >= w.k ? items : w.block_columns / span;
   if (repeat > 1) {
-    for (int64_t i = 0; i < items; i++) out[i] = out[i / repeat * repeat];
+    for (int64_t i = items - 1; i > 0; i--) out[i] = out[i / repeat];
   }
 }
 

@@ -130,7 +130,7 @@ def test_source_blocks_of_an_embedding():
 
 def test_the_backend_is_chosen_by_name_and_logged(caplog):
     with caplog.at_level(logging.INFO, "tutel_pack"):
-        assert get_ops("auto").name == "torch"
-    assert "backend torch" in caplog.text
-    with pytest.raises(InputError, match="'tensorrt': choose one of auto, torch"):
+        assert get_ops("torch").name == "torch"
+    assert "backend torch, as asked for" in caplog.text
+    with pytest.raises(InputError, match="'tensorrt': choose one of auto, cpu, torch"):
         get_ops("tensorrt")
