@@ -47,7 +47,7 @@ class Layout:
     states: Tensor | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Heads:
     """What the heads of a layer's attention do, beside the softmax.
 
@@ -62,6 +62,23 @@ class Heads:
     window: int | None = None
     scale: float | None = None
     sinks: Tensor | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Experts:
+    """The experts of a layer and their router: see Ops.linear, route and moe.
+
+    router: [E, H], of plain floats.
+    """
+
+    spec: Moe
+    router: Weight
+    gate_up: Weight
+    down: Weight
+    router_bias: Tensor | None = None
+    correction: Tensor | None = None
+    gate_up_bias: Tensor | None = None
+    down_bias: Tensor | None = None
 
 
 def get_ops(backend: str = "auto", device: torch.device | str = "cpu") -> Ops:
@@ -104,14 +121,14 @@ class Ops:
     x has the compute dtype C (float32, bfloat16 or float16); so has what is returned, unless stated. Weights are
     rounded once to C, sums are float32 and rounded once to C. T may be 0. A shape that does not fit is a ValueError.
 
-    `linears` and `attend` are several operations in one call, for decoding, where calls cost more than some of their
-    work. A backend need not have them.
+    `linears`, `attend` and `routed` are several operations in one call, for decoding, where calls cost more than some of
+    their work. A backend need not have them, and may return None for what it leaves to the single operations.
     """
 
     def __init__(self, name: str):
         self.name = name
         self._backend = import_module(BACKENDS[name])
-        self._fused = {op: getattr(self._backend, op, None) for op in ("linears", "attend")}
+        self._fused = {op: getattr(self._backend, op, None) for op in ("linears", "attend", "routed")}
 
     def linear(self, x: Tensor, w: Weight, bias: Tensor | None = None) -> Tensor:
         """x [T, K] · w [N, K]ᵀ + bias [N] -> [T, N]."""
@@ -196,7 +213,9 @@ class Ops:
         fits = k.shape == v.shape == (q.shape[0], width) and keys.shape == values.shape and q.shape[1] % width == 0
         _check(fits and layout.slots.shape == q.shape[:1], "attend", q, k, v, keys, values)
         if self._fused["attend"] and q.numel():
-            return self._fused["attend"](q, k, v, keys, values, layout, rotation, heads)
+            done = self._fused["attend"](q, k, v, keys, values, layout, rotation, heads)
+            if done is not None:
+                return done
         q, k, v = (x.view(len(x), -1, keys.shape[3]) for x in (q, k, v))
         if heads.q_norm is not None:
             q, k = self.rms_norm(q, heads.q_norm, heads.eps), self.rms_norm(k, heads.k_norm, heads.eps)
@@ -264,6 +283,19 @@ class Ops:
         _check(gate_up_bias is None or gate_up_bias.shape == (experts, 2 * i), "moe", gate_up, gate_up_bias)
         _check(down_bias is None or down_bias.shape == (experts, h), "moe", down, down_bias)
         return self._backend.moe(x, ids, weights, gate_up, down, activation, gate_up_bias, down_bias) if x.numel() else x
+
+    def routed(self, x: Tensor, experts: Experts) -> Tensor:
+        """x [T, H], each token through the experts that the router picks for it -> [T, H].
+
+        Logits are of x in float32: a rounded one picks another expert, and that is no small error.
+        """
+        if self._fused["routed"] and x.numel():
+            done = self._fused["routed"](x, experts)
+            if done is not None:
+                return done
+        e = experts
+        ids, weights = self.route(self.linear(x.float(), e.router, e.router_bias), e.spec, e.correction)
+        return self.moe(x, ids, weights, e.gate_up, e.down, e.spec.activation, e.gate_up_bias, e.down_bias)
 
 
 def _check(fits: bool, op: str, *arguments: Weight | None) -> None:

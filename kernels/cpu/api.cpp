@@ -4,6 +4,7 @@
 #include <cstring>
 #include <new>
 #include <string>
+#include <vector>
 
 #include "isa.h"
 #include "moe.h"
@@ -98,7 +99,7 @@ using namespace tp;
 
 extern "C" {
 
-int32_t tp_interface() { return 1; }
+int32_t tp_interface() { return 2; }
 
 int32_t tp_select(const char* name) {
   const Available& all = available();
@@ -131,6 +132,55 @@ int32_t tp_moe(const tp_weight* gate_up, const tp_weight* down, const void* x, c
   return guarded([&] {
     Moe moe(*gate_up, *down, {limit, alpha, shift}, {gate_up_bias, gate_up_bias_dtype}, {down_bias, down_bias_dtype});
     return moe.run(x, ids, weights, tokens, k, dtype, out) ? TP_OK : TP_NO_SUCH_EXPERT;
+  });
+}
+
+int32_t tp_linears(int64_t count, const tp_weight* const* ws, const void* x, int64_t tokens, int32_t dtype,
+                   const void* const* biases, int32_t bias_dtype, void* out) {
+  return guarded([&] {
+    for (int64_t i = 0; i < count; i++) {
+      linear(*ws[i], x, tokens, dtype, {biases ? biases[i] : nullptr, bias_dtype}, out);
+      out = at(out, dtype, tokens * ws[i]->n);
+    }
+    return TP_OK;
+  });
+}
+
+int32_t tp_rms_norm(const void* x, int64_t rows, int64_t n, int32_t dtype, const void* weight, int32_t weight_dtype,
+                    float eps, void* out) {
+  return guarded([&] {
+    rms_norm(x, rows, n, dtype, {weight, weight_dtype}, eps, out);
+    return TP_OK;
+  });
+}
+
+int32_t tp_route(const tp_router* router, const float* logits, int64_t tokens, int64_t* ids, float* weights) {
+  return guarded([&] {
+    route(logits, tokens, *router, ids, weights);
+    return TP_OK;
+  });
+}
+
+int32_t tp_place_heads(const tp_heads* heads, int64_t tokens, const void* q, const void* k, const void* v,
+                       const float* cosines, const float* sines, const int64_t* slots, void* q_out, void* keys,
+                       void* values) {
+  return guarded([&] {
+    place_heads(*heads, tokens, q, k, v, cosines, sines, slots, q_out, keys, values);
+    return TP_OK;
+  });
+}
+
+int32_t tp_routed(const tp_experts* e, const void* x, int64_t tokens, int32_t dtype, void* out) {
+  return guarded([&] {
+    const int64_t h = e->down->n, experts = e->router->experts, chosen = e->router->chosen;
+    std::vector<float> exact(dtype == TP_FLOAT ? 0 : tokens * h), logits(tokens * experts), weights(tokens * chosen);
+    std::vector<int64_t> ids(tokens * chosen);
+    if (dtype != TP_FLOAT) isa().load(x, dtype, exact.data(), tokens * h);
+    const void* routed = dtype == TP_FLOAT ? x : exact.data();
+    linear(*e->router_weight, routed, tokens, TP_FLOAT, e->router_bias, logits.data());
+    route(logits.data(), tokens, *e->router, ids.data(), weights.data());
+    Moe moe(*e->gate_up, *e->down, {e->limit, e->alpha, e->shift}, e->gate_up_bias, e->down_bias);
+    return moe.run(x, ids.data(), weights.data(), tokens, chosen, dtype, out) ? TP_OK : TP_NO_SUCH_EXPERT;
   });
 }
 

@@ -1,5 +1,6 @@
 // The C interface; native.py calls it. Pointers are to contiguous memory; sizes are in items.
 #pragma once
+#include "small_ops.h"
 #include "weight.h"
 
 #pragma GCC visibility push(default)
@@ -28,6 +29,27 @@ int32_t tp_moe(const tp_weight* gate_up, const tp_weight* down, const void* x, c
                const float* weights, int64_t tokens, int64_t k, int32_t dtype, float limit, float alpha, float shift,
                const void* gate_up_bias, int32_t gate_up_bias_dtype, const void* down_bias, int32_t down_bias_dtype,
                void* out);
+
+// Several weights [n, k] with the same x: out has one [tokens, n] after the other. biases: null, or one each, null for none.
+int32_t tp_linears(int64_t count, const tp_weight* const* ws, const void* x, int64_t tokens, int32_t dtype,
+                   const void* const* biases, int32_t bias_dtype, void* out);
+
+// See Ops.rms_norm, Ops.route and Ops.attend; x and out [rows, n] of dtype.
+int32_t tp_rms_norm(const void* x, int64_t rows, int64_t n, int32_t dtype, const void* weight, int32_t weight_dtype,
+                    float eps, void* out);
+int32_t tp_route(const tp_router* router, const float* logits, int64_t tokens, int64_t* ids, float* weights);
+int32_t tp_place_heads(const tp_heads* heads, int64_t tokens, const void* q, const void* k, const void* v,
+                       const float* cosines, const float* sines, const int64_t* slots, void* q_out, void* keys,
+                       void* values);
+
+// A router [experts, h] and its experts, see Ops.routed: what tp_linear, tp_route and tp_moe do, in one call.
+struct tp_experts {
+  const tp_weight *router_weight, *gate_up, *down;
+  const tp_router* router;
+  tp_vector router_bias, gate_up_bias, down_bias;
+  float limit, alpha, shift;
+};
+int32_t tp_routed(const tp_experts* experts, const void* x, int64_t tokens, int32_t dtype, void* out);
 
 // Reads memory and does nothing else: the limit that products are measured against. Returns a sum of it.
 uint64_t tp_read(const void* data, int64_t bytes);

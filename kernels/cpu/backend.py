@@ -1,13 +1,15 @@
 """The operations of ops.py by the C++ of this folder, in float32 and bfloat16.
 
-Native are `linear` and `moe` of mxfp4, nvfp4, int4, fp8 and bfloat16 weights. Everything else is torch's, and so are
-activations in float16 and weights that `native.describe` has no kernel for.
+Native are `linear` and `moe` of mxfp4, nvfp4, int4, fp8 and bfloat16 weights, and what lies between them when tokens
+are decoded. Everything else is torch's, and so are activations in float16 and weights that `native.describe` has no
+kernel for.
 """
 
 from __future__ import annotations
 
 import ctypes
 import weakref
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -15,22 +17,21 @@ from torch import Tensor
 from tutel_pack.errors import ResourceError
 from tutel_pack.kernels import torch_backend
 from tutel_pack.kernels.cpu import native
-from tutel_pack.kernels.ops import Weight
+from tutel_pack.kernels.ops import Experts, Heads, Layout, Weight
 from tutel_pack.kernels.torch_backend import (  # noqa: F401  what is not native
     attention,
     embedding,
     latent_attention,
-    rms_norm,
     rope,
     rotation,
-    route,
     swiglu,
     top_positions,
 )
-from tutel_pack.spec import ClampedSwiglu, Swiglu
+from tutel_pack.spec import ClampedSwiglu, Moe, Swiglu
 
 _library = native.library()
-_linear, _moe = _library.tp_linear, _library.tp_moe
+_linear, _linears, _moe, _routed = _library.tp_linear, _library.tp_linears, _library.tp_moe, _library.tp_routed
+_rms_norm, _route, _place_heads = _library.tp_rms_norm, _library.tp_route, _library.tp_place_heads
 
 _DTYPES = native.DTYPES
 
@@ -102,3 +103,101 @@ def moe(
         limit, alpha, shift, first, first_dtype, second, second_dtype, out.data_ptr(),
     ))  # fmt: skip
     return out
+
+
+def linears(x: Tensor, parts: Sequence[tuple[Weight, Tensor | None]]) -> list[Tensor]:
+    places, dtype = [_place(w) for w, _ in parts], _DTYPES.get(x.dtype)
+    biases = [bias for _, bias in parts]
+    same = len({bias is not None and bias.dtype for bias in biases}) == 1
+    if dtype is None or not all(places) or not same or (biases[0] is not None and biases[0].dtype not in _DTYPES):
+        return [linear(x, w, bias) for w, bias in parts]
+    tokens, rows = x.shape[0], [w.shape[0] for w, _ in parts]
+    x, out = x.contiguous(), x.new_empty(tokens * sum(rows))
+    pointers = ctypes.c_void_p * len(parts)
+    addresses = None if biases[0] is None else pointers(*(bias.data_ptr() for bias in biases))
+    bias_dtype = 0 if addresses is None else _DTYPES[biases[0].dtype]
+    _check(_linears(
+        len(parts), pointers(*places), x.data_ptr(), tokens, dtype, addresses, bias_dtype, out.data_ptr()
+    ))  # fmt: skip
+    return [part.view(tokens, n) for part, n in zip(out.split([tokens * n for n in rows]), rows)]
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    dtype, weight_dtype = _DTYPES.get(x.dtype), _DTYPES.get(weight.dtype)
+    if dtype is None or weight_dtype is None:
+        return torch_backend.rms_norm(x, weight, eps)
+    x, weight, out = x.contiguous(), weight.contiguous(), torch.empty_like(x, memory_format=torch.contiguous_format)
+    n = weight.shape[0]
+    _check(_rms_norm(
+        x.data_ptr(), x.numel() // n, n, dtype, weight.data_ptr(), weight_dtype, eps, out.data_ptr()
+    ))  # fmt: skip
+    return out
+
+
+def route(logits: Tensor, spec: Moe, correction: Tensor | None) -> tuple[Tensor, Tensor]:
+    logits, tokens = logits.float().contiguous(), logits.shape[0]
+    ids, weights = torch.empty(tokens, spec.top_k, dtype=torch.int64), torch.empty(tokens, spec.top_k)
+    router = native.describe_router(spec, correction)
+    _check(_route(ctypes.addressof(router), logits.data_ptr(), tokens, ids.data_ptr(), weights.data_ptr()))
+    return ids, weights
+
+
+_layers: weakref.WeakKeyDictionary[Heads | Experts, ctypes.Structure | None] = weakref.WeakKeyDictionary()
+"""What is the same for all tokens of a layer, described once."""
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, layout: Layout,
+    rotation: tuple[Tensor, Tensor] | None, heads: Heads,
+) -> Tensor | None:  # fmt: skip
+    if heads not in _layers:
+        _layers[heads] = _describe_heads(q, keys, rotation, heads)
+    place = _layers[heads]
+    if place is None or q.dtype != keys.dtype or _DTYPES[q.dtype] != place.dtype:
+        return None
+    q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+    tokens, turned = q.shape[0], torch.empty_like(q)
+    cosines, sines = (r.data_ptr() for r in rotation) if rotation else (None, None)
+    _check(_place_heads(
+        ctypes.addressof(place), tokens, q.data_ptr(), k.data_ptr(), v.data_ptr(), cosines, sines,
+        layout.slots.data_ptr(), turned.data_ptr(), keys.data_ptr(), values.data_ptr(),
+    ))  # fmt: skip
+    turned = turned.view(tokens, place.heads, place.width)
+    return attention(turned, keys, values, layout, heads.window, heads.scale, heads.sinks).view(tokens, -1)
+
+
+def _describe_heads(q: Tensor, keys: Tensor, rotation: tuple[Tensor, Tensor] | None, heads: Heads) -> native.Heads | None:
+    norms = heads.q_norm, heads.k_norm
+    if q.dtype not in _DTYPES or any(n is not None and (n.dtype not in _DTYPES or not n.is_contiguous()) for n in norms):
+        return None
+    kv_heads, width = keys.shape[2:]
+    q_norm, k_norm = (None if n is None else n.data_ptr() for n in norms)
+    return native.Heads(
+        q.shape[1] // width, kv_heads, width, 2 * rotation[0].shape[1] if rotation else 0, q_norm, k_norm,
+        0 if norms[0] is None else _DTYPES[norms[0].dtype], heads.interleaved, _DTYPES[q.dtype], heads.eps,
+    )  # fmt: skip
+
+
+def routed(x: Tensor, experts: Experts) -> Tensor | None:
+    if experts not in _layers:
+        _layers[experts] = _describe_experts(experts)
+    place, dtype = _layers[experts], _DTYPES.get(x.dtype)
+    if place is None or dtype is None:
+        return None
+    x, out = x.contiguous(), torch.empty_like(x)
+    _check(_routed(ctypes.addressof(place), x.data_ptr(), x.shape[0], dtype, out.data_ptr()))
+    return out
+
+
+def _describe_experts(e: Experts) -> native.Experts | None:
+    places = [_place(w) for w in (e.router, e.gate_up, e.down)]
+    if not all(places):
+        return None
+    router, activation = native.describe_router(e.spec, e.correction), e.spec.activation
+    clamped = isinstance(activation, ClampedSwiglu)
+    limit, alpha, shift = (activation.limit, activation.alpha, activation.shift) if clamped else (0.0, 0.0, 0.0)
+    biases = [_bias(bias) for bias in (e.router_bias, e.gate_up_bias, e.down_bias)]
+    vectors = [native.Vector(address, dtype) for address, dtype, _ in biases]
+    found = native.Experts(*places, ctypes.addressof(router), *vectors, limit, alpha, shift)
+    found.keep = router, biases
+    return found

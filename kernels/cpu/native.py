@@ -15,11 +15,12 @@ from torch import Tensor
 
 from tutel_pack.errors import InputError
 from tutel_pack.formats import PackedTensor
+from tutel_pack.spec import Moe
 
 LIBRARY = Path(__file__).resolve().parent / "libtutel_pack_cpu.so"
 """What the package's build makes where there is a compiler."""
 
-_INTERFACE = 1
+_INTERFACE = 2
 
 _BYTES, _P, _I32, _I64, _F32 = ctypes.c_char_p, ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_float
 _FUNCTIONS = {
@@ -31,6 +32,11 @@ _FUNCTIONS = {
     "tp_set_threads": (None, (_I32,)),
     "tp_linear": (_I32, (_P, _P, _I64, _I32, _P, _I32, _P)),
     "tp_moe": (_I32, (_P, _P, _P, _P, _P, _I64, _I64, _I32, _F32, _F32, _F32, _P, _I32, _P, _I32, _P)),
+    "tp_linears": (_I32, (_I64, _P, _P, _I64, _I32, _P, _I32, _P)),
+    "tp_rms_norm": (_I32, (_P, _I64, _I64, _I32, _P, _I32, _F32, _P)),
+    "tp_route": (_I32, (_P, _P, _I64, _P, _P)),
+    "tp_place_heads": (_I32, (_P, _I64, _P, _P, _P, _P, _P, _P, _P, _P, _P)),
+    "tp_routed": (_I32, (_P, _P, _I64, _I32, _P)),
     "tp_read": (ctypes.c_uint64, (_P, _I64)),
 }
 
@@ -144,4 +150,53 @@ def describe(w: Tensor | PackedTensor) -> Weight | None:
         segment_count=len(segments), format=_FORMATS[name], scale_type=_SCALES[None if scale is None else scale.dtype],
     )  # fmt: skip
     found.keep = (rows, *parts)
+    return found
+
+
+class Router(ctypes.Structure):
+    """tp_router of small_ops.h."""
+
+    _fields_ = [
+        ("experts", _I64), ("chosen", _I64), ("groups", _I64), ("top_groups", _I64), ("correction", _P),
+        ("score", _I32), ("renormalize", _I32), ("epsilon", _F32), ("scale", _F32),
+    ]  # fmt: skip
+
+
+class Heads(ctypes.Structure):
+    """tp_heads of small_ops.h."""
+
+    _fields_ = [
+        ("heads", _I64), ("kv_heads", _I64), ("width", _I64), ("rotated", _I64), ("q_norm", _P), ("k_norm", _P),
+        ("norm_dtype", _I32), ("interleaved", _I32), ("dtype", _I32), ("eps", _F32),
+    ]  # fmt: skip
+
+
+class Vector(ctypes.Structure):
+    """tp_vector of weight.h."""
+
+    _fields_ = [("data", _P), ("dtype", _I32)]
+
+
+class Experts(ctypes.Structure):
+    """tp_experts of api.h."""
+
+    _fields_ = [
+        ("router_weight", _P), ("gate_up", _P), ("down", _P), ("router", _P),
+        ("router_bias", Vector), ("gate_up_bias", Vector), ("down_bias", Vector),
+        ("limit", _F32), ("alpha", _F32), ("shift", _F32),
+    ]  # fmt: skip
+
+
+_SCORE_NUMBERS = {"softmax": 0, "sigmoid": 1, "sqrtsoftplus": 2, "softmax_chosen": 3}
+
+
+def describe_router(spec: Moe, correction: Tensor | None) -> Router:
+    """A router as the library takes it."""
+    r = spec.router
+    correction = None if correction is None else correction.float().contiguous()
+    found = Router(
+        spec.experts, spec.top_k, r.groups, r.top_groups, None if correction is None else correction.data_ptr(),
+        _SCORE_NUMBERS[r.score], r.renormalize, r.epsilon, r.scale,
+    )  # fmt: skip
+    found.keep = correction
     return found

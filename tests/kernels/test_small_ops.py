@@ -11,12 +11,20 @@ from tests.kernels.reference import ALL_FORMATS, DTYPES, UNIT, decode64, random_
 
 from tutel_pack.errors import InputError
 from tutel_pack.formats import FORMATS
-from tutel_pack.kernels.ops import get_ops
+from tutel_pack.kernels.cpu import native
+from tutel_pack.kernels.ops import BACKENDS, get_ops
 from tutel_pack.spec import Moe, Rope, Router
 
 OPS = get_ops("torch")
 SLACK = 8 * UNIT[torch.float32]
 """What a few float32 operations on the way may add."""
+
+
+@pytest.fixture(autouse=True, params=list(BACKENDS))
+def every_backend(request, monkeypatch):
+    if request.param == "cpu" and not native.LIBRARY.exists():
+        pytest.skip("the native kernels were not built: there was no compiler")
+    monkeypatch.setitem(globals(), "OPS", get_ops(request.param))
 
 
 def x_of(*shape: int, dtype: torch.dtype, scale: float = 1.0) -> torch.Tensor:
