@@ -29,7 +29,7 @@ Weight = Tensor | PackedTensor
 """A matrix or a stack of matrices: packed, or plain in any float dtype."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Layout:
     """Where S sequences of a ragged batch stand in a paged cache.
 

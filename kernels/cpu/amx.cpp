@@ -313,6 +313,6 @@ constexpr Tiles TILES = {vector_bytes, pack_tiles, products_of_any};
 
 }  // namespace
 
-const Isa amx_isa = {"amx", packed_bytes, pack, dots_of_any, activate, add_scaled, store, load, read, &TILES};
+const Isa amx_isa = {"amx", packed_bytes, pack, dots_of_any, activate, add_scaled, store, load, read, attend, &TILES};
 
 }  // namespace tp

@@ -99,7 +99,7 @@ using namespace tp;
 
 extern "C" {
 
-int32_t tp_interface() { return 2; }
+int32_t tp_interface() { return 3; }
 
 int32_t tp_select(const char* name) {
   const Available& all = available();
@@ -166,6 +166,14 @@ int32_t tp_place_heads(const tp_heads* heads, int64_t tokens, const void* q, con
                        void* values) {
   return guarded([&] {
     place_heads(*heads, tokens, q, k, v, cosines, sines, slots, q_out, keys, values);
+    return TP_OK;
+  });
+}
+
+int32_t tp_attend(const tp_attention* a, const tp_layout* layout, const void* q, const void* keys, const void* values,
+                  void* out) {
+  return guarded([&] {
+    attention(*a, *layout, q, keys, values, out);
     return TP_OK;
   });
 }

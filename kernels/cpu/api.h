@@ -1,5 +1,6 @@
 // The C interface; native.py calls it. Pointers are to contiguous memory; sizes are in items.
 #pragma once
+#include "attention.h"
 #include "small_ops.h"
 #include "weight.h"
 
@@ -41,6 +42,10 @@ int32_t tp_route(const tp_router* router, const float* logits, int64_t tokens, i
 int32_t tp_place_heads(const tp_heads* heads, int64_t tokens, const void* q, const void* k, const void* v,
                        const float* cosines, const float* sines, const int64_t* slots, void* q_out, void* keys,
                        void* values);
+
+// See Ops.attention: of few new tokens.
+int32_t tp_attend(const tp_attention* attention, const tp_layout* layout, const void* q, const void* keys,
+                  const void* values, void* out);
 
 // A router [experts, h] and its experts, see Ops.routed: what tp_linear, tp_route and tp_moe do, in one call.
 struct tp_experts {

@@ -19,7 +19,6 @@ from tutel_pack.kernels import torch_backend
 from tutel_pack.kernels.cpu import native
 from tutel_pack.kernels.ops import Experts, Heads, Layout, Weight
 from tutel_pack.kernels.torch_backend import (  # noqa: F401  what is not native
-    attention,
     embedding,
     latent_attention,
     rope,
@@ -32,8 +31,12 @@ from tutel_pack.spec import ClampedSwiglu, Moe, Swiglu
 _library = native.library()
 _linear, _linears, _moe, _routed = _library.tp_linear, _library.tp_linears, _library.tp_moe, _library.tp_routed
 _rms_norm, _route, _place_heads = _library.tp_rms_norm, _library.tp_route, _library.tp_place_heads
+_attend = _library.tp_attend
 
 _DTYPES = native.DTYPES
+
+FEW = 8
+"""New tokens of a sequence that attention takes one by one."""
 
 _known: dict[int, tuple[weakref.ref, int]] = {}
 """By id of a weight: a reference to it, and where its description is, 0 if there is none."""
@@ -164,6 +167,47 @@ def attend(
     ))  # fmt: skip
     turned = turned.view(tokens, place.heads, place.width)
     return attention(turned, keys, values, layout, heads.window, heads.scale, heads.sinks).view(tokens, -1)
+
+
+def attention(
+    q: Tensor, keys: Tensor, values: Tensor, layout: Layout, window: int | None,
+    scale: float | None, sinks: Tensor | None,
+) -> Tensor:  # fmt: skip
+    if layout not in _layouts:
+        _layouts[layout] = _describe_layout(layout)
+    place, (_, block_size, kv_heads, width) = _layouts[layout], keys.shape
+    heads, dtype = q.shape[1], _DTYPES.get(q.dtype)
+    fits = dtype is not None and keys.dtype == q.dtype and width % 16 == 0 and width <= 512 and heads <= 128 * kv_heads
+    if place is None or not fits or not (keys.is_contiguous() and values.is_contiguous()):
+        return torch_backend.attention(q, keys, values, layout, window, scale, sinks)
+    sinks = None if sinks is None else sinks.float()
+    described = native.Attention(
+        heads, kv_heads, width, block_size, window or 0, None if sinks is None else sinks.data_ptr(),
+        width**-0.5 if scale is None else scale, dtype,
+    )  # fmt: skip
+    q, out = q.contiguous(), torch.empty_like(q, memory_format=torch.contiguous_format)
+    _check(_attend(
+        ctypes.addressof(described), ctypes.addressof(place), q.data_ptr(), keys.data_ptr(), values.data_ptr(), out.data_ptr()
+    ))  # fmt: skip
+    return out
+
+
+_layouts: weakref.WeakKeyDictionary[Layout, native.Layout | None] = weakref.WeakKeyDictionary()
+
+
+def _describe_layout(layout: Layout) -> native.Layout | None:
+    """None where a sequence has so many new tokens that a product of matrices is faster."""
+    starts, lengths = list(layout.starts), list(layout.lengths)
+    if max(stop - start for start, stop in zip(starts, starts[1:])) > FEW:
+        return None
+    addresses = [table.data_ptr() for table in layout.tables]
+    arrays = [
+        (ctypes.c_int64 * len(starts))(*starts), (ctypes.c_int64 * len(lengths))(*lengths),
+        (ctypes.c_void_p * len(addresses))(*addresses),
+    ]  # fmt: skip
+    found = native.Layout(len(lengths), *map(ctypes.addressof, arrays))
+    found.keep = arrays
+    return found
 
 
 def _describe_heads(q: Tensor, keys: Tensor, rotation: tuple[Tensor, Tensor] | None, heads: Heads) -> native.Heads | None:

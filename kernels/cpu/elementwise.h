@@ -85,5 +85,78 @@ void activate(float* gate, const float* up, int64_t n, Activation a) {
   }
 }
 
+typedef float Lanes __attribute__((vector_size(64)));
+
+inline Lanes lanes(const float* p) {
+  Lanes v;
+  std::memcpy(&v, p, sizeof v);
+  return v;
+}
+
+inline float sum_of(const Lanes& v) {
+  float sums[16];
+  std::memcpy(sums, &v, sizeof v);
+  for (int half = 8; half; half /= 2) {
+    for (int i = 0; i < half; i++) sums[i] += sums[i + half];
+  }
+  return sums[0];
+}
+
+// scores[n] = rows[n] · q of up to 4 queries; rows and q have `width` values.
+template <int Q>
+void row_scores(const float* q, int64_t width, const float* rows, int64_t n, float* scores) {
+  for (int64_t i = 0; i < n; i++) {
+    Lanes sums[Q] = {};
+    for (int64_t d = 0; d < width; d += 16) {
+      const Lanes row = lanes(rows + i * width + d);
+      for (int j = 0; j < Q; j++) sums[j] += row * lanes(q + j * width + d);
+    }
+    for (int j = 0; j < Q; j++) scores[j * ATTEND + i] = sum_of(sums[j]);
+  }
+}
+
+// results[j] += Σ scores[j][i] · rows[i] of up to 4 queries, whose results lie `stride` apart.
+template <int Q>
+void add_rows(const float* scores, int64_t width, const float* rows, int64_t n, float* results, int64_t stride) {
+  for (int64_t d = 0; d < width; d += 16) {
+    Lanes sums[Q];
+    for (int j = 0; j < Q; j++) sums[j] = lanes(results + j * stride + d);
+    for (int64_t i = 0; i < n; i++) {
+      const Lanes row = lanes(rows + i * width + d);
+      for (int j = 0; j < Q; j++) sums[j] += row * scores[j * ATTEND + i];
+    }
+    for (int j = 0; j < Q; j++) std::memcpy(results + j * stride + d, &sums[j], sizeof(Lanes));
+  }
+}
+
+// Logits become weights relative to the largest so far, and the result so far is brought to the same.
+inline void weigh(float* scores, int64_t n, float* result, int64_t width) {
+  float most = result[0];
+  for (int64_t i = 0; i < n; i++) most = scores[i] > most ? scores[i] : most;
+  const float factor = exponential(result[0] - most);
+  result[0] = most;
+  result[1] *= factor;
+  for (int64_t i = 0; i < n; i++) result[1] += scores[i] = exponential(scores[i] - most);
+  if (factor != 1.0f) {
+    for (int64_t d = 0; d < width; d++) result[2 + d] *= factor;
+  }
+}
+
+void attend(const float* q, int64_t queries, int64_t width, const void* keys, const void* values, int64_t stride,
+            int32_t dtype, int64_t n, float* results) {
+  alignas(64) float rows[ATTEND * ATTEND_WIDTH], scores[ATTEND_QUERIES * ATTEND];
+  const int64_t item = dtype == TP_FLOAT ? 4 : 2, result = width + 2, by_four = queries / 4 * 4;
+  const auto plain = [&](const void* from) {
+    for (int64_t i = 0; i < n; i++) load(static_cast<const char*>(from) + i * stride * item, dtype, rows + i * width, width);
+  };
+  plain(keys);
+  for (int64_t j = 0; j < by_four; j += 4) row_scores<4>(q + j * width, width, rows, n, scores + j * ATTEND);
+  for (int64_t j = by_four; j < queries; j++) row_scores<1>(q + j * width, width, rows, n, scores + j * ATTEND);
+  for (int64_t j = 0; j < queries; j++) weigh(scores + j * ATTEND, n, results + j * result, width);
+  plain(values);
+  for (int64_t j = 0; j < by_four; j += 4) add_rows<4>(scores + j * ATTEND, width, rows, n, results + j * result + 2, result);
+  for (int64_t j = by_four; j < queries; j++) add_rows<1>(scores + j * ATTEND, width, rows, n, results + j * result + 2, result);
+}
+
 }  // namespace
 }  // namespace tp

@@ -23,7 +23,7 @@ void dots_of_any(const Matrix& w, int64_t first, int64_t last, const void* const
 }
 
 constexpr Isa make_isa(const char* name) {
-  return {name, packed_bytes, pack, dots_of_any, activate, add_scaled, store, load, read, nullptr};
+  return {name, packed_bytes, pack, dots_of_any, activate, add_scaled, store, load, read, attend, nullptr};
 }
 
 }  // namespace

@@ -26,6 +26,8 @@ struct Tiles {
                    int64_t stride);
 };
 
+constexpr int64_t ATTEND = 32, ATTEND_WIDTH = 512, ATTEND_QUERIES = 128;  // positions, values and queries at most
+
 struct Isa {
   const char* name;
 
@@ -48,6 +50,11 @@ struct Isa {
 
   // Reads memory and does nothing else.
   uint64_t (*read)(const void* data, int64_t bytes);
+
+  // Adds n ≤ ATTEND positions of one head of keys and values, `stride` items apart, to what `queries` of `width` values
+  // have so far: results [queries, 2 + width] are the largest logit, the sum of weights, and the weighted values.
+  void (*attend)(const float* q, int64_t queries, int64_t width, const void* keys, const void* values, int64_t stride,
+                 int32_t dtype, int64_t n, float* results);
 
   const Tiles* tiles;  // null where there are none
 };

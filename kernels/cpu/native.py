@@ -20,7 +20,7 @@ from tutel_pack.spec import Moe
 LIBRARY = Path(__file__).resolve().parent / "libtutel_pack_cpu.so"
 """What the package's build makes where there is a compiler."""
 
-_INTERFACE = 2
+_INTERFACE = 3
 
 _BYTES, _P, _I32, _I64, _F32 = ctypes.c_char_p, ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_float
 _FUNCTIONS = {
@@ -36,6 +36,7 @@ _FUNCTIONS = {
     "tp_rms_norm": (_I32, (_P, _I64, _I64, _I32, _P, _I32, _F32, _P)),
     "tp_route": (_I32, (_P, _P, _I64, _P, _P)),
     "tp_place_heads": (_I32, (_P, _I64, _P, _P, _P, _P, _P, _P, _P, _P, _P)),
+    "tp_attend": (_I32, (_P, _P, _P, _P, _P, _P)),
     "tp_routed": (_I32, (_P, _P, _I64, _I32, _P)),
     "tp_read": (ctypes.c_uint64, (_P, _I64)),
 }
@@ -168,6 +169,21 @@ class Heads(ctypes.Structure):
     _fields_ = [
         ("heads", _I64), ("kv_heads", _I64), ("width", _I64), ("rotated", _I64), ("q_norm", _P), ("k_norm", _P),
         ("norm_dtype", _I32), ("interleaved", _I32), ("dtype", _I32), ("eps", _F32),
+    ]  # fmt: skip
+
+
+class Layout(ctypes.Structure):
+    """tp_layout of attention.h."""
+
+    _fields_ = [("sequences", _I64), ("starts", _P), ("lengths", _P), ("tables", _P)]
+
+
+class Attention(ctypes.Structure):
+    """tp_attention of attention.h."""
+
+    _fields_ = [
+        ("heads", _I64), ("kv_heads", _I64), ("width", _I64), ("block_size", _I64), ("window", _I64), ("sinks", _P),
+        ("scale", _F32), ("dtype", _I32),
     ]  # fmt: skip
 
 

@@ -51,6 +51,7 @@ def expected_attention(case: Case, scale: float, sinks: np.ndarray | None) -> np
 CASES = {
     "mixed": ([0, 7, 30, 0], [12, 1, 6, 3], {}),
     "window": ([0, 7, 30], [12, 1, 6], {"window": 5}),
+    "few": ([0, 7, 30], [3, 1, 6], {"window": 6}),
     "one key": ([0], [1], {}),  # which shares its softmax with the sink alone
     "multi-query": ([3], [9], {"heads": 6, "kv_heads": 1}),
     "several query tiles": ([3], [300], {"window": 40}),
