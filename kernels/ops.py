@@ -81,6 +81,22 @@ class Experts:
     down_bias: Tensor | None = None
 
 
+@dataclass(frozen=True, eq=False)
+class Layer:
+    """A layer of grouped-query attention and routed experts without more: x + attention(norm(x)), then x + experts(norm(x)).
+
+    input_norm, post_norm: [H] of RMSNorm with `eps`.  qkv, output: weights and biases, see Ops.linear.
+    """
+
+    input_norm: Tensor
+    post_norm: Tensor
+    eps: float
+    qkv: Sequence[tuple[Weight, Tensor | None]]
+    output: tuple[Weight, Tensor | None]
+    heads: Heads
+    experts: Experts
+
+
 def get_ops(backend: str = "auto", device: torch.device | str = "cpu") -> Ops:
     """The operations by the backend of that name, for tensors on `device`.
 
@@ -121,14 +137,14 @@ class Ops:
     x has the compute dtype C (float32, bfloat16 or float16); so has what is returned, unless stated. Weights are
     rounded once to C, sums are float32 and rounded once to C. T may be 0. A shape that does not fit is a ValueError.
 
-    `linears`, `attend` and `routed` are several operations in one call, for decoding, where calls cost more than some of
+    `linears`, `attend`, `routed` and `layer` are several operations in one call, for decoding, where calls cost more than some of
     their work. A backend need not have them, and may return None for what it leaves to the single operations.
     """
 
     def __init__(self, name: str):
         self.name = name
         self._backend = import_module(BACKENDS[name])
-        self._fused = {op: getattr(self._backend, op, None) for op in ("linears", "attend", "routed")}
+        self._fused = {op: getattr(self._backend, op, None) for op in ("linears", "attend", "routed", "layer")}
 
     def linear(self, x: Tensor, w: Weight, bias: Tensor | None = None) -> Tensor:
         """x [T, K] · w [N, K]ᵀ + bias [N] -> [T, N]."""
@@ -296,6 +312,15 @@ class Ops:
         e = experts
         ids, weights = self.route(self.linear(x.float(), e.router, e.router_bias), e.spec, e.correction)
         return self.moe(x, ids, weights, e.gate_up, e.down, e.spec.activation, e.gate_up_bias, e.down_bias)
+
+    def layer(
+        self, x: Tensor, layer: Layer, keys: Tensor, values: Tensor, layout: Layout, rotation: tuple[Tensor, Tensor] | None
+    ) -> Tensor | None:
+        """x [T, H] -> [T, H] by all of a layer's operations at once, with keys, values, layout and rotation as for
+        `attend`; None where the backend leaves them to be done one by one."""
+        _check(x.ndim == 2 and layer.input_norm.shape == x.shape[1:] and layout.slots.shape == x.shape[:1], "layer", x)
+        fused = self._fused["layer"]
+        return fused(x, layer, keys, values, layout, rotation) if fused and x.numel() else None
 
 
 def _check(fits: bool, op: str, *arguments: Weight | None) -> None:

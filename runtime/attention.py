@@ -22,7 +22,7 @@ class GroupedQueryAttention:
     def __init__(self, spec: Attention, layer: int, eps: float, weights: Weights, ops: Ops):
         self._spec, self._layer, self._eps, self._ops = spec, layer, eps, ops
         prefix = f"model.layers.{layer}.self_attn."
-        *self._qkv, self._output = (
+        *self.qkv, self.output = (
             (weights(f"{prefix}{name}_proj.weight"), weights(f"{prefix}{name}_proj.bias") if name in spec.bias else None)
             for name in "qkvo"
         )
@@ -32,7 +32,7 @@ class GroupedQueryAttention:
         self._norms, norms = (norms, [None, None]) if before else ([None, None], norms)
         sinks = weights(prefix + "sinks") if spec.sinks else None
         interleaved = bool(spec.rope and spec.rope.interleaved)
-        self._heads = Heads(*norms, eps, interleaved, spec.window, spec.scale, sinks)
+        self.heads = Heads(*norms, eps, interleaved, spec.window, spec.scale, sinks)
 
     def __call__(
         self, x: Tensor, cache: PagedCache, layout: Layout, rotations: dict[Rope, tuple[Tensor, Tensor]]
@@ -42,7 +42,7 @@ class GroupedQueryAttention:
         rotations: of the batch's positions, for each Rope of the model.
         """
         spec, ops = self._spec, self._ops
-        q, k, v = ops.linears(x, self._qkv)
+        q, k, v = ops.linears(x, self.qkv)
         if spec.gated:
             q, gate = (part.flatten(1) for part in q.unflatten(1, (spec.heads, -1)).chunk(2, dim=-1))
         if self._norms[0] is not None:
@@ -50,8 +50,13 @@ class GroupedQueryAttention:
         if spec.clip is not None:
             q, k, v = (part.clamp(-spec.clip, spec.clip) for part in (q, k, v))
         pools, rotation = cache.tokens[self._layer], rotations[spec.rope] if spec.rope else None
-        heads = ops.attend(q, k, v, pools["keys"], pools["values"], layout, rotation, self._heads)
-        return ops.linear(heads * torch.sigmoid(gate) if spec.gated else heads, *self._output)
+        heads = ops.attend(q, k, v, pools["keys"], pools["values"], layout, rotation, self.heads)
+        return ops.linear(heads * torch.sigmoid(gate) if spec.gated else heads, *self.output)
+
+    @property
+    def plain(self) -> bool:
+        """Whether it is nothing but qkv, what `heads` do, and output."""
+        return not self._spec.gated and self._spec.clip is None and self._norms[0] is None
 
     def _normed(self, x: Tensor, norm: Tensor) -> Tensor:
         """A projection [T, heads · D], normed as a whole or by heads."""

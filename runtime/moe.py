@@ -38,7 +38,7 @@ class MoeBlock:
         names = {part: prefix + name for part, name in names.items()}
         experts = names["experts"]
         biases = [weights(experts + part) if spec.bias else None for part in (".gate_up_proj_bias", ".down_proj_bias")]
-        self._experts = Experts(
+        self.experts = Experts(
             spec, weights(names["router"] + ".weight"), weights(experts + ".gate_up_proj"), weights(experts + ".down_proj"),
             weights(names["router"] + ".bias") if spec.router.bias else None,
             weights(names["correction"]) if spec.router.correction else None, *biases,
@@ -46,9 +46,14 @@ class MoeBlock:
         self._shared = DenseBlock(spec.shared, names["shared"], weights, ops) if spec.shared else None
         self._shared_gate = weights(names["shared_gate"] + ".weight") if spec.shared_gated else None
 
+    @property
+    def plain(self) -> bool:
+        """Whether it is nothing but `experts`."""
+        return self._shared is None
+
     def __call__(self, x: Tensor) -> Tensor:
         """x [T, H], normed -> [T, H]."""
-        routed = self._ops.routed(x, self._experts)
+        routed = self._ops.routed(x, self.experts)
         return routed if self._shared is None else routed + self._shared_part(x)
 
     def _shared_part(self, x: Tensor) -> Tensor:

@@ -4,7 +4,6 @@
 #include <cstring>
 #include <new>
 #include <string>
-#include <vector>
 
 #include "isa.h"
 #include "moe.h"
@@ -99,7 +98,7 @@ using namespace tp;
 
 extern "C" {
 
-int32_t tp_interface() { return 3; }
+int32_t tp_interface() { return 4; }
 
 int32_t tp_select(const char* name) {
   const Available& all = available();
@@ -178,17 +177,14 @@ int32_t tp_attend(const tp_attention* a, const tp_layout* layout, const void* q,
   });
 }
 
-int32_t tp_routed(const tp_experts* e, const void* x, int64_t tokens, int32_t dtype, void* out) {
+int32_t tp_routed(const tp_experts* experts, const void* x, int64_t tokens, int32_t dtype, void* out) {
+  return guarded([&] { return routed(*experts, x, tokens, dtype, out) ? TP_OK : TP_NO_SUCH_EXPERT; });
+}
+
+int32_t tp_layer_step(const tp_layer* l, const tp_layout* layout, void* x, int64_t tokens, const float* cosines,
+                      const float* sines, const int64_t* slots, void* keys, void* values) {
   return guarded([&] {
-    const int64_t h = e->down->n, experts = e->router->experts, chosen = e->router->chosen;
-    std::vector<float> exact(dtype == TP_FLOAT ? 0 : tokens * h), logits(tokens * experts), weights(tokens * chosen);
-    std::vector<int64_t> ids(tokens * chosen);
-    if (dtype != TP_FLOAT) isa().load(x, dtype, exact.data(), tokens * h);
-    const void* routed = dtype == TP_FLOAT ? x : exact.data();
-    linear(*e->router_weight, routed, tokens, TP_FLOAT, e->router_bias, logits.data());
-    route(logits.data(), tokens, *e->router, ids.data(), weights.data());
-    Moe moe(*e->gate_up, *e->down, {e->limit, e->alpha, e->shift}, e->gate_up_bias, e->down_bias);
-    return moe.run(x, ids.data(), weights.data(), tokens, chosen, dtype, out) ? TP_OK : TP_NO_SUCH_EXPERT;
+    return layer(*l, *layout, x, tokens, cosines, sines, slots, keys, values) ? TP_OK : TP_NO_SUCH_EXPERT;
   });
 }
 

@@ -1,6 +1,7 @@
 // The C interface; native.py calls it. Pointers are to contiguous memory; sizes are in items.
 #pragma once
 #include "attention.h"
+#include "layer.h"
 #include "small_ops.h"
 #include "weight.h"
 
@@ -47,14 +48,10 @@ int32_t tp_place_heads(const tp_heads* heads, int64_t tokens, const void* q, con
 int32_t tp_attend(const tp_attention* attention, const tp_layout* layout, const void* q, const void* keys,
                   const void* values, void* out);
 
-// A router [experts, h] and its experts, see Ops.routed: what tp_linear, tp_route and tp_moe do, in one call.
-struct tp_experts {
-  const tp_weight *router_weight, *gate_up, *down;
-  const tp_router* router;
-  tp_vector router_bias, gate_up_bias, down_bias;
-  float limit, alpha, shift;
-};
+// See Ops.routed and Ops.layer.
 int32_t tp_routed(const tp_experts* experts, const void* x, int64_t tokens, int32_t dtype, void* out);
+int32_t tp_layer_step(const tp_layer* layer, const tp_layout* layout, void* x, int64_t tokens, const float* cosines,
+                      const float* sines, const int64_t* slots, void* keys, void* values);
 
 // Reads memory and does nothing else: the limit that products are measured against. Returns a sum of it.
 uint64_t tp_read(const void* data, int64_t bytes);

@@ -17,7 +17,7 @@ from torch import Tensor
 from tutel_pack.errors import ResourceError
 from tutel_pack.kernels import torch_backend
 from tutel_pack.kernels.cpu import native
-from tutel_pack.kernels.ops import Experts, Heads, Layout, Weight
+from tutel_pack.kernels.ops import Experts, Heads, Layer, Layout, Weight
 from tutel_pack.kernels.torch_backend import (  # noqa: F401  what is not native
     embedding,
     latent_attention,
@@ -31,7 +31,7 @@ from tutel_pack.spec import ClampedSwiglu, Moe, Swiglu
 _library = native.library()
 _linear, _linears, _moe, _routed = _library.tp_linear, _library.tp_linears, _library.tp_moe, _library.tp_routed
 _rms_norm, _route, _place_heads = _library.tp_rms_norm, _library.tp_route, _library.tp_place_heads
-_attend = _library.tp_attend
+_attend, _layer_step = _library.tp_attend, _library.tp_layer_step
 
 _DTYPES = native.DTYPES
 
@@ -145,7 +145,7 @@ def route(logits: Tensor, spec: Moe, correction: Tensor | None) -> tuple[Tensor,
     return ids, weights
 
 
-_layers: weakref.WeakKeyDictionary[Heads | Experts, ctypes.Structure | None] = weakref.WeakKeyDictionary()
+_layers: weakref.WeakKeyDictionary[Heads | Experts | Layer, ctypes.Structure | None] = weakref.WeakKeyDictionary()
 """What is the same for all tokens of a layer, described once."""
 
 
@@ -175,21 +175,28 @@ def attention(
 ) -> Tensor:  # fmt: skip
     if layout not in _layouts:
         _layouts[layout] = _describe_layout(layout)
-    place, (_, block_size, kv_heads, width) = _layouts[layout], keys.shape
+    place, (_, _, kv_heads, width) = _layouts[layout], keys.shape
     heads, dtype = q.shape[1], _DTYPES.get(q.dtype)
     fits = dtype is not None and keys.dtype == q.dtype and width % 16 == 0 and width <= 512 and heads <= 128 * kv_heads
     if place is None or not fits or not (keys.is_contiguous() and values.is_contiguous()):
         return torch_backend.attention(q, keys, values, layout, window, scale, sinks)
+    described = _describe_attention(heads, keys, window, scale, sinks, dtype)
+    q, out = q.contiguous(), torch.empty_like(q, memory_format=torch.contiguous_format)
+    _check(_attend(
+        ctypes.addressof(described), place.address, q.data_ptr(), keys.data_ptr(), values.data_ptr(), out.data_ptr()
+    ))  # fmt: skip
+    return out
+
+
+def _describe_attention(heads: int, keys: Tensor, window, scale, sinks: Tensor | None, dtype: int) -> native.Attention:
+    _, block_size, kv_heads, width = keys.shape
     sinks = None if sinks is None else sinks.float()
-    described = native.Attention(
+    found = native.Attention(
         heads, kv_heads, width, block_size, window or 0, None if sinks is None else sinks.data_ptr(),
         width**-0.5 if scale is None else scale, dtype,
     )  # fmt: skip
-    q, out = q.contiguous(), torch.empty_like(q, memory_format=torch.contiguous_format)
-    _check(_attend(
-        ctypes.addressof(described), ctypes.addressof(place), q.data_ptr(), keys.data_ptr(), values.data_ptr(), out.data_ptr()
-    ))  # fmt: skip
-    return out
+    found.keep = sinks
+    return found
 
 
 _layouts: weakref.WeakKeyDictionary[Layout, native.Layout | None] = weakref.WeakKeyDictionary()
@@ -206,7 +213,7 @@ def _describe_layout(layout: Layout) -> native.Layout | None:
         (ctypes.c_void_p * len(addresses))(*addresses),
     ]  # fmt: skip
     found = native.Layout(len(lengths), *map(ctypes.addressof, arrays))
-    found.keep = arrays
+    found.keep, found.address = arrays, ctypes.addressof(found)
     return found
 
 
@@ -244,4 +251,55 @@ def _describe_experts(e: Experts) -> native.Experts | None:
     vectors = [native.Vector(address, dtype) for address, dtype, _ in biases]
     found = native.Experts(*places, ctypes.addressof(router), *vectors, limit, alpha, shift)
     found.keep = router, biases
+    return found
+
+
+def layer(
+    x: Tensor, layer: Layer, keys: Tensor, values: Tensor, layout: Layout, rotation: tuple[Tensor, Tensor] | None
+) -> Tensor | None:
+    if layout not in _layouts:
+        _layouts[layout] = _describe_layout(layout)
+    where = _layouts[layout]
+    if where is None:
+        return None
+    if layer not in _layers:
+        _layers[layer] = _describe_layer(x, layer, keys, values, rotation)
+    place = _layers[layer]
+    if place is None or place.made_for != (x.dtype, keys.dtype, keys.shape[1:]):
+        return None
+    out = x.clone(memory_format=torch.contiguous_format)
+    cosines, sines = (r.data_ptr() for r in rotation) if rotation else (None, None)
+    _check(_layer_step(
+        place.address, where.address, out.data_ptr(), x.shape[0], cosines, sines,
+        layout.slots.data_ptr(), keys.data_ptr(), values.data_ptr(),
+    ))  # fmt: skip
+    return out
+
+
+def _describe_layer(
+    x: Tensor, layer: Layer, keys: Tensor, values: Tensor, rotation: tuple[Tensor, Tensor] | None
+) -> native.Layer | None:
+    """None where one of its parts has no kernel."""
+    projections = [*layer.qkv, layer.output]
+    places, dtype = [_place(w) for w, _ in projections], _DTYPES.get(x.dtype)
+    rows, (kv_heads, width) = layer.qkv[0][0].shape[0], keys.shape[2:]
+    norms = layer.input_norm, layer.post_norm
+    fits = dtype is not None and keys.dtype == x.dtype and width % 16 == 0 and width <= 512 and rows <= 128 * kv_heads * width
+    if not fits or not all(places) or any(n.dtype not in _DTYPES for n in norms):
+        return None
+    heads = _describe_heads(x.new_empty(1, rows), keys, rotation, layer.heads)
+    experts = _describe_experts(layer.experts)
+    if heads is None or experts is None or not (keys.is_contiguous() and values.is_contiguous()):
+        return None
+    h = layer.heads
+    attended = _describe_attention(rows // width, keys, h.window, h.scale, h.sinks, dtype)
+    vectors = [_bias(v) for v in (*norms, *(bias for _, bias in projections))]
+    norm_vectors, biases = vectors[:2], vectors[2:]
+    found = native.Layer(
+        *(native.Vector(address, kind) for address, kind, _ in norm_vectors), (ctypes.c_void_p * 4)(*places),
+        (native.Vector * 4)(*(native.Vector(address, kind) for address, kind, _ in biases)),
+        ctypes.addressof(heads), ctypes.addressof(attended), ctypes.addressof(experts), layer.eps,
+    )  # fmt: skip
+    found.keep = heads, attended, experts, vectors
+    found.address, found.made_for = ctypes.addressof(found), (x.dtype, keys.dtype, keys.shape[1:])
     return found

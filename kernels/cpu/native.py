@@ -20,7 +20,7 @@ from tutel_pack.spec import Moe
 LIBRARY = Path(__file__).resolve().parent / "libtutel_pack_cpu.so"
 """What the package's build makes where there is a compiler."""
 
-_INTERFACE = 3
+_INTERFACE = 4
 
 _BYTES, _P, _I32, _I64, _F32 = ctypes.c_char_p, ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_float
 _FUNCTIONS = {
@@ -38,6 +38,7 @@ _FUNCTIONS = {
     "tp_place_heads": (_I32, (_P, _I64, _P, _P, _P, _P, _P, _P, _P, _P, _P)),
     "tp_attend": (_I32, (_P, _P, _P, _P, _P, _P)),
     "tp_routed": (_I32, (_P, _P, _I64, _I32, _P)),
+    "tp_layer_step": (_I32, (_P, _P, _P, _I64, _P, _P, _P, _P, _P)),
     "tp_read": (ctypes.c_uint64, (_P, _I64)),
 }
 
@@ -194,12 +195,21 @@ class Vector(ctypes.Structure):
 
 
 class Experts(ctypes.Structure):
-    """tp_experts of api.h."""
+    """tp_experts of layer.h."""
 
     _fields_ = [
         ("router_weight", _P), ("gate_up", _P), ("down", _P), ("router", _P),
         ("router_bias", Vector), ("gate_up_bias", Vector), ("down_bias", Vector),
         ("limit", _F32), ("alpha", _F32), ("shift", _F32),
+    ]  # fmt: skip
+
+
+class Layer(ctypes.Structure):
+    """tp_layer of layer.h."""
+
+    _fields_ = [
+        ("input_norm", Vector), ("post_norm", Vector), ("weights", _P * 4), ("biases", Vector * 4),
+        ("heads", _P), ("attention", _P), ("experts", _P), ("eps", _F32),
     ]  # fmt: skip
 
 

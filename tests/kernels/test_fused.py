@@ -8,7 +8,7 @@ from tests.kernels.reference import UNIT, random_packed
 from torch import Tensor
 
 from tutel_pack.kernels.cpu import native
-from tutel_pack.kernels.ops import BACKENDS, Experts, Heads, Layout, Ops
+from tutel_pack.kernels.ops import BACKENDS, Experts, Heads, Layer, Layout, Ops
 from tutel_pack.spec import ClampedSwiglu, Moe, Rope, Router, Swiglu
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -142,3 +142,45 @@ def test_routed(ops, kind, tokens, dtype):
     if tokens:
         flipped = Experts(**{**vars(experts), "router": experts.router.flip(0)})
         assert not torch.equal(ops.routed(x, flipped), expected)
+
+
+def layer_of(case: Attention, biased: bool) -> Layer:
+    """Around the heads of a case, whose hidden size is 96."""
+    rows = {"q": 128, "k": 64, "v": 64}
+    *qkv, output = (
+        (random_packed("fp8", shape, seed=n), normal(shape[0], dtype=torch.bfloat16, seed=n) if biased else None)
+        for n, shape in enumerate([*((r, 96) for r in rows.values()), (96, 128)])
+    )
+    experts = experts_of(Router("softmax_chosen", bias=biased), Swiglu(), biased)
+    norms = (1 + 0.3 * normal(96, dtype=torch.bfloat16, seed=s) for s in (11, 12))
+    return Layer(*norms, 1e-5, qkv, output, case.heads, experts)
+
+
+def by_parts(ops: Ops, x: Tensor, layer: Layer, keys: Tensor, values: Tensor, case: Attention) -> Tensor:
+    q, k, v = ops.linears(ops.rms_norm(x, layer.input_norm, layer.eps), layer.qkv)
+    heads = ops.attend(q, k, v, keys, values, case.layout, case.rotation, layer.heads)
+    x = x + ops.linear(heads, *layer.output)
+    return x + ops.routed(ops.rms_norm(x, layer.post_norm, layer.eps), layer.experts)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", HEADS)
+def test_layer(ops, name, dtype):
+    case = Attention(dtype, **HEADS[name])
+    layer, x = layer_of(case, biased=name == "all"), normal(7, 96, dtype=dtype, seed=13)
+    before, pools = x.clone(), [[pool.clone() for pool in case.pools] for _ in range(2)]
+    got = ops.layer(x, layer, *pools[0], case.layout, case.rotation)
+    assert torch.equal(x, before) and (got is None) == (ops.name == "torch")
+    if got is not None:
+        expected = by_parts(ops, x, layer, *pools[1], case)
+        assert torch.equal(got, expected) and all(torch.equal(a, b) for a, b in zip(*pools))
+        swapped = Layer(**{**vars(layer), "input_norm": layer.post_norm, "post_norm": layer.input_norm})
+        assert not torch.equal(ops.layer(x, swapped, *pools[0], case.layout, case.rotation), got)
+
+
+def test_what_a_layer_leaves_to_single_operations(ops):
+    case = Attention(torch.float16)
+    assert ops.layer(normal(7, 96, dtype=torch.float16), layer_of(case, False), *case.pools, case.layout, None) is None
+    case = Attention(torch.float32)
+    case.layout = Layout([0, 9], [9], [torch.tensor([0])], torch.arange(9))  # so many that matrices are multiplied
+    assert ops.layer(normal(9, 96), layer_of(case, False), *case.pools, case.layout, None) is None
