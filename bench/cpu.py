@@ -21,7 +21,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from llama_cpp import TYPES, LlamaCpp
-from slices import make_slice
+from slices import CONFIGS, make_slice
 
 LENGTHS = 512, 4096
 """Of the prompts."""
@@ -35,7 +35,7 @@ class Slice:
     def __init__(self, work: Path, model: str, fmt: str):
         self._checkpoint, self._artifact = work / model, work / f"{model}-{fmt}"
         self._gguf = work / f"{model}-{fmt}.gguf"
-        self._work, self._model, self._fmt = work, model, fmt
+        self._model, self._fmt = model, fmt
 
     @property
     def checkpoint(self) -> Path:
@@ -50,11 +50,6 @@ class Slice:
 
             convert_checkpoint(self.checkpoint, self._artifact, fmt=self._fmt)
         return self._artifact
-
-    @property
-    def calls(self) -> Slice:
-        """The one with the same layers and next to no work in them."""
-        return Slice(self._work, f"{self._model}-calls", self._fmt)
 
     def gguf(self, llama: LlamaCpp) -> Path:
         if not self._gguf.exists():
@@ -91,13 +86,10 @@ def _watch(pid: int, most: dict[str, int], done: threading.Event) -> None:
 def engines(made: Slice, threads: int, llama: LlamaCpp | None) -> dict[str, Callable[[], dict]]:
     """Name -> a run of that engine: {"decode": [tokens/s], "prefill": {length: [tokens/s]}, "memory", …}."""
 
-    def worker(name: str, folder: Path) -> tuple[dict, dict]:
+    def python(name: str, folder: Path) -> dict:
         script = Path(__file__).with_name("engines.py")
         output, memory = run([sys.executable, script, name, folder, "--threads", threads])
-        return json.loads(output), memory
-
-    def timed(name: str, folder: Path) -> dict:
-        found, memory = worker(name, folder)
+        found = json.loads(output)
         decode = [1 / part["seconds"] for part in found["decode"]]
         prefill = {n: [int(n) / part["seconds"] for part in parts] for n, parts in found["prefill"].items()}
         return {"decode": decode, "prefill": prefill, "memory": memory, "found": found}
@@ -106,8 +98,8 @@ def engines(made: Slice, threads: int, llama: LlamaCpp | None) -> dict[str, Call
         output, memory = run(llama.command(made.gguf(llama), threads, LENGTHS, TOKENS))
         return llama.rates(output) | {"memory": memory}
 
-    ours = {"ours": lambda: timed("ours", made.artifact) | {"calls": worker("calls", made.calls.artifact)[0]}}
-    others = {"transformers": lambda: timed("transformers", made.checkpoint)}
+    ours = {"ours": lambda: python("ours", made.artifact)}
+    others = {"transformers": lambda: python("transformers", made.checkpoint)}
     return ours | ({"llama.cpp": peer} if llama else {}) | others
 
 
@@ -126,13 +118,14 @@ def decode_report(runs: dict[str, list[dict]]) -> dict:
     ours = runs["ours"]
     parts = [(part, r["found"]["bytes_per_token"]) for r in ours for part in r["found"]["decode"]]
     used = [size / part["seconds"] / 1e9 for part, size in parts]
+    outside = [r["found"]["outside_kernels"] for r in ours if r["found"]["outside_kernels"] is not None]
     return {
         "tokens_per_s": {name: summary([v for r in rs for v in r["decode"]]) for name, rs in runs.items()},
         "bytes_per_token": ours[0]["found"]["bytes_per_token"],
         "gb_per_s": summary(used),
         "read_gb_per_s": summary([part["read_gb_per_s"] for part, _ in parts]),
         "fraction_of_read_bandwidth": summary([u / part["read_gb_per_s"] for u, (part, _) in zip(used, parts)]),
-        "fraction_of_calls": summary([r["calls"]["seconds"] * statistics.median(r["decode"]) for r in ours]),
+        "fraction_outside_kernels": outside and summary(outside),
         **{f"vs_{key(name)}": ratios(ours, runs.get(name), lambda r: r["decode"]) for name in PEERS},
     }
 
@@ -191,7 +184,7 @@ def flat(found: dict) -> dict:
 def show(found: dict) -> None:
     decode = found["decode"]
     print(f"\nDecode, one token at a time ({decode['bytes_per_token'] / 1e6:.0f} MB a token)")
-    _show_rows(decode, "gb_per_s", "read_gb_per_s", "fraction_of_read_bandwidth", "fraction_of_calls")
+    _show_rows(decode, "gb_per_s", "read_gb_per_s", "fraction_of_read_bandwidth", "fraction_outside_kernels")
     for length, part in found["prefill"].items():
         print(f"\nPrefill of {length} tokens")
         _show_rows(part, "tflops", "matmul_tflops", "fraction_of_matmul_rate")
@@ -214,7 +207,7 @@ def _show_rows(part: dict, *names: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", choices=("qwen", "gptoss"), required=True)
+    parser.add_argument("--model", choices=CONFIGS, required=True)
     parser.add_argument("--fmt", choices=TYPES, default="mxfp4", help="of the artifact; llama.cpp gets its nearest relative")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--rounds", type=int, default=3)

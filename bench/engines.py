@@ -1,4 +1,4 @@
-"""One engine in a process of its own, timed: `python bench/engines.py ours|transformers|calls FOLDER [--threads N]`.
+"""One engine in a process of its own, timed: `python bench/engines.py ours|transformers FOLDER [--threads N]`.
 
 Prints one JSON object; bench/cpu.py runs this and puts it beside others. Tokens are timed one at a time after a short
 prompt, and prompts as a whole until their first token, all by the clock on the wall. The limits of the machine are
@@ -8,12 +8,14 @@ measured between them, so that both meet the same neighbours.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import math
 import os
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cached_property, partial
 from pathlib import Path
 
@@ -148,13 +150,17 @@ class Limits:
         return 2 * math.prod(MATMUL) / min(seconds(lambda: F.linear(self._x, self._w)) for _ in range(5))
 
 
-def reader() -> Callable[[Tensor], object]:
-    """Reads a tensor's memory with all threads: by the native kernels' own reader, or without them by torch."""
+def has_native() -> bool:
     try:
         native.library()
     except native.Unavailable:
-        return lambda data: data.view(torch.int64).sum()
-    return native.read
+        return False
+    return True
+
+
+def reader() -> Callable[[Tensor], object]:
+    """Reads a tensor's memory with all threads: by the native kernels' own reader, or without them by torch."""
+    return native.read if has_native() else lambda data: data.view(torch.int64).sum()
 
 
 def bytes_per_token(manifest: Manifest) -> int:
@@ -203,22 +209,50 @@ def run(kind: type, folder: Path, threads: int) -> dict:
     if engine.limits:
         engine.limits.touch()
     decode = list(_decode(step, engine.limits))
+    outside = outside_kernels(step) if kind is Ours and has_native() else None
     after_decode = Memory.now()
     prefill = {length: list(_prefill(engine, length)) for length in LENGTHS}
     return {
         "load_seconds": load_seconds,
         "decode": decode,
+        "outside_kernels": outside,
         "prefill": prefill,
         "memory": {"imports": before, "decode": after_decode, "end": Memory.now()},
         **engine.facts(),
     }
 
 
-def run_calls(folder: Path, threads: int) -> dict:
-    """Seconds of a token that leaves the kernels nothing to do: what calling them costs."""
-    engine = Ours(folder, threads)
-    step = engine.first_token(prompt(SHORT, engine.vocab))
-    return {"seconds": statistics.median(seconds(step) for _ in range(500))}
+@contextmanager
+def native_calls() -> Iterator[list[float]]:
+    """Seconds of every call of a native kernel, as they come."""
+    from tutel_pack.kernels.cpu import backend
+
+    spent: list[float] = []
+
+    def timed(function: Callable) -> Callable:
+        def call(*arguments):
+            start = time.perf_counter()
+            result = function(*arguments)
+            spent.append(time.perf_counter() - start)
+            return result
+
+        return call
+
+    functions = {name: f for name, f in vars(backend).items() if isinstance(f, ctypes._CFuncPtr)}
+    vars(backend).update({name: timed(f) for name, f in functions.items()})
+    yield spent
+    vars(backend).update(functions)
+
+
+def outside_kernels(step: Callable[[], object]) -> float:
+    """The share of a token's time that is not spent in native kernels."""
+    shares = []
+    with native_calls() as spent:
+        for _ in range(2 * CHUNK):
+            spent.clear()
+            total = seconds(step)
+            shares.append(1 - sum(spent) / total)
+    return statistics.median(shares)
 
 
 def _decode(step: Callable[[], object], limits: Limits | None) -> Iterator[dict]:
@@ -240,7 +274,7 @@ def _prefill(engine, length: int) -> Iterator[dict]:
 
 
 def main() -> None:
-    jobs = {"ours": partial(run, Ours), "transformers": partial(run, Transformers), "calls": run_calls}
+    jobs = {"ours": partial(run, Ours), "transformers": partial(run, Transformers)}
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("engine", choices=jobs)
     parser.add_argument("folder", type=Path)

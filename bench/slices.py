@@ -1,4 +1,4 @@
-"""Slices of real models, as checkpoints of the Hub: `python bench/slices.py MODEL FOLDER`.
+"""Slices of real models, as checkpoints of the Hub: `python bench/slices.py qwen|gptoss FOLDER`.
 
 A slice has its model's layers at their true shapes, but fewer of them, a smaller vocabulary and random weights: enough
 to time all that a token meets. transformers, tutel-convert and llama.cpp's converter all read it.
@@ -43,15 +43,7 @@ GPT_OSS = {
 }  # fmt: skip
 """4 of the 24 layers of gpt-oss-20b, in the layout of its BF16 checkpoints."""
 
-_TINY = {"hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 256}
-
-CONFIGS = {
-    "qwen": QWEN,
-    "gptoss": GPT_OSS,
-    # The same layers, so small that a token takes the time of calling kernels and not of their work.
-    "qwen-calls": QWEN | _TINY | {"num_experts": 8, "moe_intermediate_size": 64},
-    "gptoss-calls": GPT_OSS | _TINY | {"num_local_experts": 8, "intermediate_size": 64},
-}
+CONFIGS = {"qwen": QWEN, "gptoss": GPT_OSS}
 
 Normal = Callable[..., Tensor]
 """Shape -> random bfloat16 weights."""
