@@ -9,7 +9,7 @@ namespace {
 constexpr int TILE_ROWS = 16, STEP = 32;      // of a tile of weights: rows, and columns of bfloat16
 constexpr int TILE = TILE_ROWS * STEP;        // its items
 constexpr int64_t BAND = 2 * TILE_ROWS;       // rows worked on at a time
-constexpr int64_t CHUNK = 512;                // columns decoded at a time: 32 KB, which the first cache holds
+constexpr int64_t CHUNK = 256;                // columns decoded at a time: 16 KB, a third of the first cache
 constexpr int64_t PAIR = 32;                  // vectors of x worked on at a time
 
 // Tile registers: sums 0 … 3 (band half · 2 + vector half), weights 4 and 5, vectors 6 and 7.
@@ -29,80 +29,144 @@ struct alignas(64) TileConfig {
   void load() const { asm volatile("ldtilecfg %0" ::"m"(*this) : "memory"); }
 };
 
-// How each format gets its scales onto its elements.
+// How formats get their scales onto their elements: T::Item and T::read are of a row of scales, T::decode makes words of
+// raw bytes, and T::column(word) says which column of a group a word belongs to.
 
-// Products of element and scale in float32, rounded to bfloat16: even words in front of odd ones.
-template <class F>
-struct Scaled {
-  static constexpr int column(int word) { return F::column(word / 32 * 32 + word % 16 * 2 + word % 32 / 16); }
-  using Scale = float;
-  static constexpr int per_group = F::span ? F::group / (F::span ? F::span : 1) : 0;
+// Products of element and scale in float32, rounded to bfloat16.
+template <class FORMAT>
+struct Rounded : FORMAT {
+  using F = FORMAT;
 
-  static void read(const Matrix& w, int64_t grid_row, Scale* out) { read_scales(w, grid_row, F::span, out); }
-
-  static void decode(__m512i raw, const Scale* scales, __m512i (&out)[F::vectors]) {
-    const auto elements = F::decode(raw);
+  static void decode(typename F::Raw raw, const typename F::Item* scales, __m512i (&out)[F::vectors]) {
+    const auto e = F::decode(raw);
     const __m512 scale = F::scale(scales);
     for (int v = 0; v < F::vectors; v++) {
-      const __m512 low = _mm512_mul_ps(even(elements.vector[v]), scale), high = _mm512_mul_ps(odd(elements.vector[v]), scale);
+      const __m512 low = _mm512_mul_ps(e.value[2 * v], scale), high = _mm512_mul_ps(e.value[2 * v + 1], scale);
       out[v] = reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(high, low));
     }
   }
 };
 
-struct Unscaled {
-  static constexpr int column(int word) { return word; }
-  using Scale = float;
-  static constexpr int per_group = 0;
-  static void read(const Matrix&, int64_t, Scale*) {}
-  static void decode(__m512i raw, const Scale*, __m512i (&out)[1]) { out[0] = raw; }
+struct Unscaled : Bf16 {
+  using F = Bf16;
+  static constexpr int column(int i) { return i; }
+  static void decode(__m512i raw, const Item*, __m512i (&out)[1]) { out[0] = raw; }
 };
 
-// Powers of two go into the exponents. The table holds elements times 2^125, from which a saturating subtraction takes
-// the rest: it leaves zeros alone. Scales below 2^−125 count as that; NaN, and what bfloat16 cannot hold, as 2^125.
-struct Exponents {
-  using F = Nibbles<E2m1Table, 32>;
-  static constexpr int column(int word) { return F::column(word); }
-  using Scale = uint16_t;
-  static constexpr int per_group = 4;
+// Each 16-bit word holds four codes; word i of vector j is that of column 4 · i + j.
+struct FourCodes {
+  static __m512i load(const uint8_t* p) { return _mm512_loadu_si512(p); }
+  static __m512i load_part(const uint8_t* p, int64_t n) { return _mm512_maskz_loadu_epi8(first_bytes(n), p); }
+  static constexpr int column(int i) { return 4 * (i % 32) + i / 32; }
+};
 
-  static void read(const Matrix& w, int64_t grid_row, Scale* out) {
-    const int64_t blocks = w.w->grid_columns;
-    const uint8_t* codes = w.scale + grid_row * blocks;
-    for (int64_t i = 0; i < blocks; i++) {
-      const uint16_t code = codes[i] < 2 ? 2 : codes[i] > 252 ? 252 : codes[i];
-      out[i] = static_cast<uint16_t>((252 - code) << 7);
+inline __m512i nibbles(__m512i raw, const uint16_t* table, int j) {
+  const __m512i twice = _mm512_broadcast_i64x4(_mm256_load_si256(reinterpret_cast<const __m256i*>(table)));
+  return _mm512_permutexvar_epi16(_mm512_srli_epi16(raw, static_cast<unsigned>(4 * j)), twice);
+}
+
+// Word i of a vector has the columns of item i / per.
+inline __m512i spread(__m128i items, int per) {
+  const __m512i lane = _mm512_set_epi16(31, 30, 29, 28, 27, 26, 25, 24, 23, 22, 21, 20, 19, 18, 17, 16, 15, 14, 13, 12, 11,
+                                        10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
+  return _mm512_permutexvar_epi16(_mm512_srli_epi16(lane, per == 8 ? 3 : 2), _mm512_castsi128_si512(items));
+}
+
+// mxfp4: powers of two go into the exponents. The table holds elements times 2^125, from which a saturating subtraction
+// takes the rest: it leaves zeros alone. Scales below 2^−125 count as that; NaN, and what bfloat16 cannot hold, as 2^125.
+struct Exponents : Nibbles<E2m1Table, 32>, FourCodes {
+  using F = Nibbles<E2m1Table, 32>;
+  using FourCodes::column;
+  using FourCodes::load;
+  using FourCodes::load_part;
+
+  static void read(const Matrix& w, int64_t grid_row, Item* out) {
+    const int64_t n = w.w->grid_columns;
+    const uint8_t* codes = w.scale + grid_row * n;
+    for (int64_t i = 0; i < n; i += 32) {
+      const __mmask32 left = static_cast<__mmask32>(first_bytes(n - i < 32 ? n - i : 32));
+      __m256i code = _mm256_maskz_loadu_epi8(left, codes + i);
+      code = _mm256_min_epu8(_mm256_max_epu8(code, _mm256_set1_epi8(2)), _mm256_set1_epi8(static_cast<char>(252)));
+      _mm512_storeu_si512(out + i, _mm512_slli_epi16(_mm512_sub_epi16(_mm512_set1_epi16(252), _mm512_cvtepu8_epi16(code)), 7));
     }
   }
 
-  static void decode(__m512i raw, const Scale* scales, __m512i (&out)[4]) {
+  static void decode(__m512i raw, const Item* scales, __m512i (&out)[4]) {
     alignas(32) static constexpr uint16_t large[16] = {0x0000, 0x7d80, 0x7e00, 0x7e40, 0x7e80, 0x7ec0, 0x7f00, 0x7f40,
                                                        0x0000, 0xfd80, 0xfe00, 0xfe40, 0xfe80, 0xfec0, 0xff00, 0xff40};
-    const __m512i table = _mm512_broadcast_i64x4(_mm256_load_si256(reinterpret_cast<const __m256i*>(large)));
-    const __m512i blocks = _mm512_set_epi16(3, 3, 3, 3, 3, 3, 3, 3, 2, 2, 2, 2, 2, 2, 2, 2, 1, 1, 1, 1, 1, 1, 1, 1, 0, 0, 0, 0,
-                                            0, 0, 0, 0);
-    const __m128i four = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(scales));
-    const __m512i less = _mm512_permutexvar_epi16(blocks, _mm512_castsi128_si512(four));
-    out[0] = _mm512_subs_epu16(_mm512_permutexvar_epi16(raw, table), less);
-    out[1] = _mm512_subs_epu16(_mm512_permutexvar_epi16(_mm512_srli_epi16(raw, 4), table), less);
-    out[2] = _mm512_subs_epu16(_mm512_permutexvar_epi16(_mm512_srli_epi16(raw, 8), table), less);
-    out[3] = _mm512_subs_epu16(_mm512_permutexvar_epi16(_mm512_srli_epi16(raw, 12), table), less);
+    const __m512i less = spread(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(scales)), 8);
+#pragma GCC unroll 4
+    for (int j = 0; j < 4; j++) out[j] = _mm512_subs_epu16(nibbles(raw, large, j), less);
   }
 };
 
-template <class FORMAT, class DECODER>
-struct TileFormat : DECODER {
-  using F = FORMAT;
-  static constexpr int group = F::group, vectors = F::vectors, bytes = F::bytes;
+// nvfp4: an element is a power of two, or 1.5 times one. A row has the bits of its scales and those of 1.5 times its
+// scales; an element adds to the exponent of one of the two. As above, exponents are 200 too large at first and what is
+// too much is subtracted. Bit 0 marks the elements with 1.5. Scales have no sign and are no NaN, as the format says.
+struct Significands : Nibbles<E2m1Table, 16>, FourCodes {
+  using F = Nibbles<E2m1Table, 16>;
+  using FourCodes::column;
+  using FourCodes::load;
+  using FourCodes::load_part;
+  static constexpr int BIAS = 200 << 7;
+
+  // What is subtracted for elements that are powers of two, and for the others; everything where the scale is zero.
+  static constexpr unsigned less(int code) { return code ? BIAS - e4m3_bits(code) : 0xffff; }
+  static constexpr unsigned less_more(int code) {
+    const unsigned bits = e4m3_bits(code), mantissa = bits & 0x7f;
+    // 1.5 · (128 + mantissa), which may need another exponent.
+    const unsigned larger = 192 + mantissa + mantissa / 2;
+    const unsigned more = larger < 256 ? (bits & 0x7f80) + larger - 128 : (bits & 0x7f80) + larger / 2;
+    return code ? BIAS + 1 - more : 0xffff;
+  }
+
+  // For every group 8 items of `less`, then 8 of `less_more`.
+  static void read(const Matrix& w, int64_t grid_row, Item* out) {
+    static constexpr WordTable LESS(less), LESS_MORE(less_more);
+    const int64_t n = w.w->grid_columns;
+    const uint8_t* codes = w.scale + grid_row * n;
+    for (int64_t i = 0; i < n; i += 64, out += 128) {
+      const __m512i code = _mm512_maskz_loadu_epi8(first_bytes(n - i < 64 ? n - i : 64), codes + i);
+      __m512i a[2], b[2];
+      LESS.look_up(code, _mm512_setzero_si512(), a);
+      LESS_MORE.look_up(code, _mm512_setzero_si512(), b);
+      // Lane l of a[0], b[0], a[1] and b[1] make the two groups 2 · l and 2 · l + 1.
+      const __m512i low0 = _mm512_shuffle_i64x2(a[0], a[1], 0x44), low1 = _mm512_shuffle_i64x2(b[0], b[1], 0x44);
+      const __m512i high0 = _mm512_shuffle_i64x2(a[0], a[1], 0xee), high1 = _mm512_shuffle_i64x2(b[0], b[1], 0xee);
+      const __m512i even_lanes = _mm512_set_epi64(13, 12, 5, 4, 9, 8, 1, 0), odd_lanes = _mm512_set_epi64(15, 14, 7, 6, 11, 10, 3, 2);
+      _mm512_storeu_si512(out, _mm512_permutex2var_epi64(low0, even_lanes, low1));
+      _mm512_storeu_si512(out + 32, _mm512_permutex2var_epi64(low0, odd_lanes, low1));
+      _mm512_storeu_si512(out + 64, _mm512_permutex2var_epi64(high0, even_lanes, high1));
+      _mm512_storeu_si512(out + 96, _mm512_permutex2var_epi64(high0, odd_lanes, high1));
+    }
+  }
+
+  static void decode(__m512i raw, const Item* scales, __m512i (&out)[4]) {
+    alignas(32) static constexpr uint16_t powers[16] = {0x0000, 0x6380, 0x6400, 0x6401, 0x6480, 0x6481, 0x6500, 0x6501,
+                                                        0x0000, 0xe380, 0xe400, 0xe401, 0xe480, 0xe481, 0xe500, 0xe501};
+    const __m512i less = spread(_mm_loadu_si128(reinterpret_cast<const __m128i*>(scales)), 4);
+    const __m512i less_more = spread(_mm_loadu_si128(reinterpret_cast<const __m128i*>(scales + 8)), 4);
+#pragma GCC unroll 4
+    for (int j = 0; j < 4; j++) {
+      const __m512i power = nibbles(raw, powers, j);
+      const __mmask32 more = _mm512_test_epi16_mask(power, _mm512_set1_epi16(1));
+      out[j] = _mm512_subs_epu16(power, _mm512_mask_mov_epi16(less, more, less_more));
+    }
+  }
 };
+
+template <class T>
+constexpr int ITEMS = SCALES<typename T::F>;  // of a row of scales, for a group
+template <>
+constexpr int ITEMS<Significands> = 16;
 
 template <class Call>
 auto with_tile_format(const tp_weight& w, Call&& call) {
-  if (w.format == TP_E2M1 && w.scale_type == TP_SCALE_E8M0) return call(TileFormat<Nibbles<E2m1Table, 32>, Exponents>{});
+  if (w.format == TP_E2M1) return w.block_columns == 16 ? call(Significands{}) : call(Exponents{});
   return with_format(w, [&](auto f) {
     using F = decltype(f);
-    if constexpr (F::span == 0) return call(TileFormat<F, Unscaled>{});
-    else return call(TileFormat<F, Scaled<F>>{});
+    if constexpr (F::span == 0) return call(Unscaled{});
+    else return call(Rounded<F>{});
   });
 }
 
@@ -111,8 +175,9 @@ template <class T>
 struct Band {
   const Matrix& w;
   const int64_t groups_, size, scale_items;
-  typename T::Scale* scales;
+  typename T::Item* scales;
   uint16_t* tiles;
+  const typename T::Item* row_scales[BAND];
   float factor[BAND];
   const uint8_t* data = nullptr;
   int64_t rows = 0;
@@ -121,22 +186,26 @@ struct Band {
       : w(matrix),
         groups_(groups<typename T::F>(*matrix.w)),
         size(ceil_div(matrix.w->k * T::bytes, T::group)),
-        scale_items(groups_ * T::per_group + 16) {
-    const int64_t scale_bytes = BAND * scale_items * sizeof(typename T::Scale);
-    scales = static_cast<typename T::Scale*>(scratch(SLOT_SCALES, scale_bytes));
+        scale_items(groups_ * ITEMS<T> + 128) {
+    const size_t scale_bytes = BAND * scale_items * sizeof(typename T::Item);
+    scales = static_cast<typename T::Item*>(scratch(SLOT_SCALES, scale_bytes));
     std::memset(scales, 0, scale_bytes);  // what lies behind a row's end must be finite
-    const int64_t tile_bytes = BAND * chunk_groups * T::group * sizeof(uint16_t);
-    tiles = static_cast<uint16_t*>(scratch(SLOT_TILE, tile_bytes));
+    tiles = static_cast<uint16_t*>(scratch(SLOT_TILE, BAND * chunk_groups * T::group * sizeof(uint16_t)));
   }
 
   void start(int64_t row, int64_t count) {
     rows = count;
     data = w.data + row * w.w->row_bytes;
     Matrix::Place place{0, row, 0};
+    typename T::Item* items = scales;
     for (int64_t r = 0; r < count; r++) {
-      if (row + r == place.end || r == 0) place = w.place(row + r);
+      if (row + r == place.end || r == 0) {
+        place = w.place(row + r);
+        items = scales + r * scale_items;
+        T::read(w, place.grid_row, items);
+      }
+      row_scales[r] = items;
       factor[r] = place.global;
-      if (T::per_group) T::read(w, place.grid_row, scales + r * scale_items);
     }
     for (int64_t r = count; r < BAND; r++) factor[r] = 0;
   }
@@ -152,9 +221,9 @@ struct Band {
       for (int64_t g = first; g < last; g++) {
         __builtin_prefetch(next + (g - first) * T::bytes);
         const int64_t left = size - g * T::bytes;
-        const __m512i raw = left >= T::bytes ? T::F::load(p + g * T::bytes) : T::F::load_part(p + g * T::bytes, left);
+        const auto raw = left > T::bytes ? T::load(p + g * T::bytes) : T::load_part(p + g * T::bytes, left);
         __m512i words[T::vectors];
-        T::decode(raw, scales + r * scale_items + g * T::per_group, words);
+        T::decode(raw, row_scales[r] + g * ITEMS<T>, words);
         for (int v = 0; v < T::vectors; v++, out += 2 * TILE) _mm512_store_si512(out, words[v]);
       }
     }
@@ -219,19 +288,37 @@ void store_sums(const float* sums, int64_t rows, int64_t vectors, const float* f
   }
 }
 
-void store_all(const float* factor, int64_t rows, int64_t c0, int64_t c1, float* out, int64_t stride) {
-  alignas(64) float sums[4][16 * 16];
-  _tile_stored(0, sums[0], 64);
-  _tile_stored(2, sums[2], 64);
-  if (c1) {
-    _tile_stored(1, sums[1], 64);
-    _tile_stored(3, sums[3], 64);
-  }
+// Sums of a pair of blocks are on their way between chunks: [4 tiles][16 rows][16 vectors].
+constexpr int64_t SUMS = 4 * 256;
+
+inline void load_sums(const float* sums) {
+  _tile_loadd(0, sums, 64);
+  _tile_loadd(1, sums + 256, 64);
+  _tile_loadd(2, sums + 512, 64);
+  _tile_loadd(3, sums + 768, 64);
+}
+
+inline void clear_sums() {
+  _tile_zero(0);
+  _tile_zero(1);
+  _tile_zero(2);
+  _tile_zero(3);
+}
+
+inline void save_sums(float* sums) {
+  _tile_stored(0, sums, 64);
+  _tile_stored(1, sums + 256, 64);
+  _tile_stored(2, sums + 512, 64);
+  _tile_stored(3, sums + 768, 64);
   asm volatile("" ::: "memory");
+}
+
+void store_products(const float* sums, const float* factor, int64_t rows, int64_t c0, int64_t c1, float* out, int64_t stride) {
   for (int64_t half = 0; half < 2 && half * TILE_ROWS < rows; half++) {
     const int64_t left = rows - half * TILE_ROWS, n = left < TILE_ROWS ? left : TILE_ROWS;
-    store_sums(sums[2 * half], n, c0, factor + half * TILE_ROWS, out + half * TILE_ROWS, stride);
-    if (c1) store_sums(sums[2 * half + 1], n, c1, factor + half * TILE_ROWS, out + half * TILE_ROWS + 16 * stride, stride);
+    const float *from = sums + half * 512, *factors = factor + half * TILE_ROWS;
+    store_sums(from, n, c0, factors, out + half * TILE_ROWS, stride);
+    if (c1) store_sums(from + 256, n, c1, factors, out + half * TILE_ROWS + 16 * stride, stride);
   }
 }
 
@@ -239,9 +326,10 @@ template <class T>
 void products(const Matrix& w, int64_t first, int64_t last, const uint16_t* packed, int64_t vectors, float* out,
               int64_t stride) {
   const int64_t all = groups<typename T::F>(*w.w), padded = all * T::group;
-  // Sums of one pair of blocks stay in their tiles from chunk to chunk; for more, rows are decoded as a whole.
-  const int64_t chunk = vectors <= PAIR ? (CHUNK / T::group < all ? CHUNK / T::group : all) : all;
+  const int64_t wide = vectors <= PAIR ? CHUNK : 2 * CHUNK;  // where sums are stored in between, less often
+  const int64_t chunk = wide / T::group < all ? wide / T::group : all;
   Band<T> band(w, chunk);
+  float* sums = static_cast<float*>(scratch(SLOT_SUMS, ceil_div(vectors, PAIR) * SUMS * sizeof(float)));
   int64_t configured0 = -1, configured1 = -1;
   for (int64_t row = first; row < last; row += BAND) {
     band.start(row, last - row < BAND ? last - row : BAND);
@@ -251,20 +339,18 @@ void products(const Matrix& w, int64_t first, int64_t last, const uint16_t* pack
       asm volatile("" ::: "memory");
       for (int64_t v = 0; v < vectors; v += PAIR) {
         const int64_t left = vectors - v, c0 = left < 16 ? left : 16, c1 = left < 32 ? left - c0 : 16;
+        float* kept = sums + v / PAIR * SUMS;
         if (c0 != configured0 || c1 != configured1) {
           TileConfig(c0, c1).load();
           configured0 = c0, configured1 = c1;
         }
-        if (g == 0) {
-          _tile_zero(0);
-          _tile_zero(1);
-          _tile_zero(2);
-          _tile_zero(3);
-        }
+        if (g == 0) clear_sums();
+        else if (vectors > PAIR) load_sums(kept);
         const uint16_t *x0 = packed + v * padded + g * T::group * c0, *x1 = packed + (v + 16) * padded + g * T::group * c1;
         if (c1) multiply<true>(band.tiles, steps, x0, c0, x1, c1);
         else multiply<false>(band.tiles, steps, x0, c0, nullptr, 0);
-        if (end == all) store_all(band.factor, band.rows, c0, c1, out + v * stride + row - first, stride);
+        if (end == all || vectors > PAIR) save_sums(kept);
+        if (end == all) store_products(kept, band.factor, band.rows, c0, c1, out + v * stride + row - first, stride);
       }
     }
   }
@@ -279,7 +365,7 @@ void products_of_any(const Matrix& w, int64_t first, int64_t last, const void* p
 }
 
 int64_t vector_bytes(const tp_weight& w) {
-  return with_tile_format(w, [&](auto t) { return groups<typename decltype(t)::F>(w) * decltype(t)::group * int64_t{2}; });
+  return with_tile_format(w, [&](auto t) { return groups<typename decltype(t)::F>(w) * decltype(t)::F::group * int64_t{2}; });
 }
 
 // Pairs of columns of all vectors side by side: out[pair][vector][2].

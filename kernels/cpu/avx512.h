@@ -1,6 +1,6 @@
-// Formats by AVX-512 with VBMI. A group is 64 bytes, decoded by table look-ups to bfloat16, in which elements are exact;
-// products and sums are float32. vdpbf16ps would take two cycles where two fused multiply-adds of the same products take
-// one, see bench/NOTES.md.
+// Formats by AVX-512 with VBMI. A group is 64 bytes, whose elements are looked up in tables; products and sums are
+// float32. vdpbf16ps would take two cycles where two fused multiply-adds of the same products take one, see
+// bench/NOTES.md.
 #pragma once
 #include <immintrin.h>
 
@@ -11,13 +11,12 @@ namespace tp {
 namespace {
 
 inline __m512bh as_bh(__m512i v) { return reinterpret_cast<__m512bh>(v); }
-inline __mmask64 first_bytes(int64_t n) { return _bzhi_u64(~0ull, static_cast<unsigned>(n)); }
+inline __mmask64 first_bytes(int64_t n) { return n > 0 ? _bzhi_u64(~0ull, static_cast<unsigned>(n)) : 0; }
 
 inline __m512 even(__m512i v) { return _mm512_castsi512_ps(_mm512_slli_epi32(v, 16)); }
 inline __m512 odd(__m512i v) { return _mm512_castsi512_ps(_mm512_and_si512(v, _mm512_set1_epi32(-65536))); }
 
-// What groups of 64 bytes share: V vectors of 32 bfloat16. Packed x has, for each of them, the columns of its even words
-// and then those of its odd ones.
+// What groups of 64 bytes share. Elements are V pairs of float32 vectors; F::column(i) is the column of their i-th value.
 template <int V>
 struct Group {
   using X = float;
@@ -25,18 +24,15 @@ struct Group {
   using Sum = __m512;
   static constexpr int vectors = V, group = 32 * V, bytes = 64;
   struct Elements {
-    __m512i vector[V];
+    __m512 value[2 * V];
   };
 
   static Raw load(const uint8_t* p) { return _mm512_loadu_si512(p); }
   static Raw load_part(const uint8_t* p, int64_t n) { return _mm512_maskz_loadu_epi8(first_bytes(n), p); }
 
   static Sum dot(Sum sum, const Elements& e, const X* x) {
-#pragma GCC unroll 4
-    for (int v = 0; v < V; v++) {
-      sum = _mm512_fmadd_ps(even(e.vector[v]), _mm512_load_ps(x + 32 * v), sum);
-      sum = _mm512_fmadd_ps(odd(e.vector[v]), _mm512_load_ps(x + 32 * v + 16), sum);
-    }
+#pragma GCC unroll 8
+    for (int i = 0; i < 2 * V; i++) sum = _mm512_fmadd_ps(e.value[i], _mm512_load_ps(x + 16 * i), sum);
     return sum;
   }
 
@@ -45,78 +41,137 @@ struct Group {
   }
 
   static float reduce(Sum sum) { return _mm512_reduce_add_ps(sum); }
+
+  // The column of value i where vectors of 32 bfloat16 were split into even and odd words.
+  static constexpr int word(int i) { return i / 32 * 32 + i % 16 * 2 + i % 32 / 16; }
 };
 
-// 16 values of four bits as bfloat16 (twice: vpermw takes five bits of its index).
 struct E2m1Table {
-  static constexpr uint16_t value[16] = {0x0000, 0x3f00, 0x3f80, 0x3fc0, 0x4000, 0x4040, 0x4080, 0x40c0,
-                                         0x8000, 0xbf00, 0xbf80, 0xbfc0, 0xc000, 0xc040, 0xc080, 0xc0c0};
+  alignas(64) static constexpr float value[16] = {0, .5f, 1, 1.5f, 2, 3, 4, 6, -0.f, -.5f, -1, -1.5f, -2, -3, -4, -6};
 };
 struct Int4Table {
-  static constexpr uint16_t value[16] = {0x0000, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0,
-                                         0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040, 0xc000, 0xbf80};
+  alignas(64) static constexpr float value[16] = {0, 1, 2, 3, 4, 5, 6, 7, -8, -7, -6, -5, -4, -3, -2, -1};
 };
 
-// Each 16-bit word holds four codes. Vector j holds nibble j of all words, which is column 4 · i + j for word i.
+// The bfloat16 of an e4m3 without its sign.
+constexpr unsigned e4m3_bits(int code) {
+  const int exponent = code >> 3, mantissa = code & 7;
+  if (code == 127) return 0x7fc0;
+  if (exponent) return static_cast<unsigned>((exponent + 120) << 7 | mantissa << 4);
+  // mantissa · 2^−9, normalized: the highest bit of the mantissa becomes the hidden one.
+  const int top = mantissa >= 4 ? 2 : mantissa >= 2 ? 1 : 0;
+  return mantissa ? static_cast<unsigned>((127 - 9 + top) << 7 | ((mantissa << (7 - top)) & 0x7f)) : 0u;
+}
+
+// A table of words by the 7 bits of an e4m3's size, their two bytes apart.
+struct WordTable {
+  alignas(64) uint8_t high[128], low[128];
+
+  constexpr explicit WordTable(unsigned (*word)(int)) : high(), low() {
+    for (int code = 0; code < 128; code++) {
+      high[code] = static_cast<uint8_t>(word(code) >> 8);
+      low[code] = static_cast<uint8_t>(word(code) & 0xff);
+    }
+  }
+
+  // In the order that interleaving within 128-bit lanes leaves: codes 16 · l + i in words[0] and 16 · l + 8 + i in
+  // words[1], i < 8. The bits of `sign` are added.
+  void look_up(__m512i codes, __m512i sign, __m512i (&words)[2]) const {
+    const __m512i *h = reinterpret_cast<const __m512i*>(high), *l = reinterpret_cast<const __m512i*>(low);
+    const __m512i highs = _mm512_or_si512(sign, _mm512_permutex2var_epi8(h[0], codes, h[1]));
+    const __m512i lows = _mm512_permutex2var_epi8(l[0], codes, l[1]);
+    words[0] = _mm512_unpacklo_epi8(lows, highs);
+    words[1] = _mm512_unpackhi_epi8(lows, highs);
+  }
+};
+
+constexpr WordTable E4M3_WORDS(e4m3_bits);
+
+inline void decode_e4m3(__m512i codes, __m512i (&words)[2]) {
+  E4M3_WORDS.look_up(codes, _mm512_and_si512(codes, _mm512_set1_epi8(static_cast<char>(0x80))), words);
+}
+
+// A row of scales as bfloat16, which holds all types of scales but float32 exactly. Whole vectors are written.
+inline void read_words(const Matrix& m, int64_t grid_row, uint16_t* out) {
+  const int64_t n = m.w->grid_columns;
+  const uint8_t* bytes = m.scale + grid_row * n * Matrix::scale_bytes(m.w->scale_type);
+  for (int64_t i = 0; i < n; i += 32) {
+    if (m.w->scale_type == TP_SCALE_E8M0) {
+      const __m256i codes = _mm256_maskz_loadu_epi8(static_cast<__mmask32>(first_bytes(n - i < 32 ? n - i : 32)), bytes + i);
+      __m512i words = _mm512_slli_epi16(_mm512_cvtepu8_epi16(codes), 7);
+      words = _mm512_mask_mov_epi16(words, _mm256_testn_epi8_mask(codes, codes), _mm512_set1_epi16(0x0040));
+      words = _mm512_mask_mov_epi16(words, _mm256_cmpeq_epi8_mask(codes, _mm256_set1_epi8(-1)), _mm512_set1_epi16(0x7fc0));
+      _mm512_storeu_si512(out + i, words);
+    } else if (m.w->scale_type == TP_SCALE_BF16) {
+      const __mmask32 left = n - i >= 32 ? ~0u : _bzhi_u32(~0u, static_cast<unsigned>(n - i));
+      _mm512_storeu_si512(out + i, _mm512_maskz_loadu_epi16(left, bytes + 2 * i));
+    } else {
+      __m512i words[2];
+      decode_e4m3(_mm512_maskz_loadu_epi8(first_bytes(n - i < 64 ? n - i : 64), bytes + i), words);
+      const __m512i order = _mm512_set_epi64(11, 10, 3, 2, 9, 8, 1, 0);
+      _mm512_storeu_si512(out + i, _mm512_permutex2var_epi64(words[0], order, words[1]));
+      i += 32;
+      _mm512_storeu_si512(out + i, _mm512_permutex2var_epi64(words[0], _mm512_add_epi64(order, _mm512_set1_epi64(4)), words[1]));
+    }
+  }
+}
+
+// Each 32-bit word holds eight codes, of columns 8 · i … 8 · i + 7 for word i. The look-up takes the lowest four bits of
+// a word: the lower codes of its four bytes come by loads from the next three bytes, which are cheaper than shifts.
 template <class TABLE, int SPAN>
 struct Nibbles : Group<4> {
+  using Item = uint16_t;
   static constexpr int span = SPAN;
+  struct Raw {
+    __m512i from[4];  // byte 0 … 3
+  };
+
+  static Raw load(const uint8_t* p) {
+    return {{_mm512_loadu_si512(p), _mm512_loadu_si512(p + 1), _mm512_loadu_si512(p + 2), _mm512_loadu_si512(p + 3)}};
+  }
+
+  static Raw load_part(const uint8_t* p, int64_t n) {
+    return {{_mm512_maskz_loadu_epi8(first_bytes(n), p), _mm512_maskz_loadu_epi8(first_bytes(n - 1), p + 1),
+             _mm512_maskz_loadu_epi8(first_bytes(n - 2), p + 2), _mm512_maskz_loadu_epi8(first_bytes(n - 3), p + 3)}};
+  }
 
   static Elements decode(Raw raw) {
-    const __m256i half = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(TABLE::value));
-    const __m512i table = _mm512_broadcast_i64x4(half);
-    return {{_mm512_permutexvar_epi16(raw, table), _mm512_permutexvar_epi16(_mm512_srli_epi16(raw, 4), table),
-             _mm512_permutexvar_epi16(_mm512_srli_epi16(raw, 8), table), _mm512_permutexvar_epi16(_mm512_srli_epi16(raw, 12), table)}};
-  }
-
-  // Lane i of a sum has columns 8 · i … 8 · i + 7.
-  static __m512 scale(const float* scales) {
-    if (SPAN == 32) {
-      const __m512 four = _mm512_broadcast_f32x4(_mm_loadu_ps(scales));
-      return _mm512_permutevar_ps(four, _mm512_set_epi32(3, 3, 3, 3, 2, 2, 2, 2, 1, 1, 1, 1, 0, 0, 0, 0));
+    const __m512 table = _mm512_load_ps(TABLE::value);
+    Elements e;
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++) {
+      e.value[2 * i] = _mm512_permutexvar_ps(raw.from[i], table);
+      e.value[2 * i + 1] = _mm512_permutexvar_ps(_mm512_srli_epi32(raw.from[i], 4), table);
     }
-    const __m512i pairs = _mm512_set_epi32(7, 7, 6, 6, 5, 5, 4, 4, 3, 3, 2, 2, 1, 1, 0, 0);
-    return _mm512_permutexvar_ps(pairs, _mm512_castps256_ps512(_mm256_loadu_ps(scales)));
+    return e;
   }
 
-  static constexpr int column(int word) { return 4 * (word % 32) + word / 32; }
-};
+  static void read(const Matrix& w, int64_t grid_row, Item* out) { read_words(w, grid_row, out); }
 
-// The two bytes of a bfloat16 looked up by the 7 bits of an e4m3's size.
-struct E4m3Bytes {
-  uint8_t high[128], low[128];
-
-  constexpr E4m3Bytes() : high(), low() {
-    for (int code = 0; code < 128; code++) {
-      int exponent = code >> 3, mantissa = code & 7;
-      unsigned bits = static_cast<unsigned>((exponent + 120) << 7 | mantissa << 4);
-      if (exponent == 0) {
-        // mantissa · 2^−9, normalized: the highest bit of the mantissa becomes the hidden one.
-        const int top = mantissa >= 4 ? 2 : mantissa >= 2 ? 1 : 0;
-        bits = mantissa ? static_cast<unsigned>((127 - 9 + top) << 7 | ((mantissa << (7 - top)) & 0x7f)) : 0u;
-      }
-      if (code == 127) bits = 0x7fc0;
-      high[code] = static_cast<uint8_t>(bits >> 8);
-      low[code] = static_cast<uint8_t>(bits & 0xff);
-    }
+  // Lane i of a sum has columns 8 · i … 8 · i + 7. A bfloat16 is the high half of a float32.
+  static __m512 scale(const Item* scales) {
+    const __m128i few = _mm_loadu_si128(reinterpret_cast<const __m128i*>(scales));
+    const __m512i lane = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
+    const __m512i high = _mm512_slli_epi32(_mm512_srli_epi32(lane, SPAN == 32 ? 2 : 1), 16);
+    return _mm512_castsi512_ps(_mm512_maskz_permutexvar_epi16(0xaaaaaaaa, high, _mm512_castsi128_si512(few)));
   }
-};
 
-alignas(64) constexpr E4m3Bytes E4M3_BYTES;
+  static constexpr int column(int i) { return 8 * (i % 16) + i / 16; }
+};
 
 // Interleaving bytes within 128-bit lanes leaves columns 16 · l + i in vector 0 and 16 · l + 8 + i in vector 1, i < 8.
 template <int SPAN>
 struct Fp8 : Group<2> {
+  using Item = float;
   static constexpr int span = SPAN;
 
   static Elements decode(Raw raw) {
-    const __m512i* high = reinterpret_cast<const __m512i*>(E4M3_BYTES.high);
-    const __m512i* low = reinterpret_cast<const __m512i*>(E4M3_BYTES.low);
-    const __m512i sign = _mm512_and_si512(raw, _mm512_set1_epi8(static_cast<char>(0x80)));
-    const __m512i h = _mm512_or_si512(sign, _mm512_permutex2var_epi8(high[0], raw, high[1]));
-    const __m512i l = _mm512_permutex2var_epi8(low[0], raw, low[1]);
-    return {{_mm512_unpacklo_epi8(l, h), _mm512_unpackhi_epi8(l, h)}};
+    __m512i words[2];
+    decode_e4m3(raw, words);
+    return {{even(words[0]), odd(words[0]), even(words[1]), odd(words[1])}};
   }
+
+  static void read(const Matrix& w, int64_t grid_row, Item* out) { read_scales(w, grid_row, SPAN, out); }
 
   // Lane i of a sum has columns of 16 · (i / 4) … + 15.
   static __m512 scale(const float* scales) {
@@ -125,16 +180,21 @@ struct Fp8 : Group<2> {
     return _mm512_permutexvar_ps(_mm512_set_epi32(1, 1, 1, 1, 1, 1, 1, 1, 0, 0, 0, 0, 0, 0, 0, 0), two);
   }
 
-  static constexpr int column(int word) { return word % 32 / 8 * 16 + word / 32 * 8 + word % 8; }
+  static constexpr int column(int i) {
+    const int w = word(i);
+    return w % 32 / 8 * 16 + w / 32 * 8 + w % 8;
+  }
 };
 
 struct Bf16 : Group<1> {
+  using Item = float;
   static constexpr int span = 0;
 
-  static Elements decode(Raw raw) { return {{raw}}; }
-  static int scale(const float*) { return 0; }
+  static Elements decode(Raw raw) { return {{even(raw), odd(raw)}}; }
+  static void read(const Matrix&, int64_t, Item*) {}
+  static int scale(const Item*) { return 0; }
   static Sum add(Sum sum, const Elements& e, const X* x, int) { return dot(sum, e, x); }
-  static constexpr int column(int word) { return word; }
+  static constexpr int column(int i) { return word(i); }
 };
 
 template <class Call>
@@ -197,18 +257,16 @@ void pack_words(const void* x, int64_t start, int64_t k, float* out) {
   for (int v = 0; v < F::vectors; v++) plain[v] = load_words(x, TP_BFLOAT16, start + 32 * v, k);
   permute(plain, ORDER<F>.column, words);
   for (int v = 0; v < F::vectors; v++) {
-    _mm512_store_ps(out + 32 * v, even(words[v]));
-    _mm512_store_ps(out + 32 * v + 16, odd(words[v]));
+    const __m512i low = _mm512_cvtepu16_epi32(_mm512_castsi512_si256(words[v]));
+    const __m512i high = _mm512_cvtepu16_epi32(_mm512_extracti64x4_epi64(words[v], 1));
+    _mm512_store_si512(out + 32 * v, _mm512_slli_epi32(low, 16));
+    _mm512_store_si512(out + 32 * v + 16, _mm512_slli_epi32(high, 16));
   }
 }
 
 template <class F>
 void pack_floats(const float* x, int64_t start, int64_t k, float* out) {
-  for (int i = 0; i < F::group; i++) {
-    const int word = i / 32 * 32 + i % 16 * 2 + i % 32 / 16;
-    const int64_t column = start + F::column(word);
-    out[i] = column < k ? x[column] : 0.0f;
-  }
+  for (int i = 0; i < F::group; i++) out[i] = start + F::column(i) < k ? x[start + F::column(i)] : 0.0f;
 }
 
 void pack(const tp_weight& w, const void* x, int32_t from, void* out) {

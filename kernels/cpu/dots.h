@@ -3,12 +3,13 @@
 //   F::X                  item of a packed vector
 //   F::group, F::bytes    columns worked on at a time, and the bytes they take in a row
 //   F::span               columns that one item of a row of scales stands for; 0 without scales
+//   F::Item, F::read      item of a row of scales, and how a row is read
 //   F::load, F::load_part the raw bytes of a group, whole or cut short (filled up with zeros)
 //   F::decode             raw bytes -> elements without their scales
 //   F::scale              scales of a group -> what add() takes
 //   F::add                sum + (elements · x) × scale
 //   F::reduce             a sum's lanes -> float
-//   F::arrange            columns of a group, in order -> as items of a packed vector
+//   F::column             which column of a group the i-th item of a packed vector is
 #pragma once
 #include <utility>
 
@@ -26,6 +27,19 @@ int64_t groups(const tp_weight& w) {
   return ceil_div(w.k, F::group);
 }
 
+template <class F>
+constexpr int SCALES = F::span ? F::group / (F::span ? F::span : 1) : 0;  // of a group
+
+// Room for rows of scales; what lies behind a row's end, where a last group may look, is zero.
+template <class F>
+typename F::Item* scale_rows(const tp_weight& w, int64_t rows, int64_t& stride) {
+  stride = groups<F>(w) * SCALES<F> + 64;
+  const size_t size = rows * stride * sizeof(typename F::Item);
+  void* items = scratch(SLOT_SCALES, size);
+  std::memset(items, 0, size);
+  return static_cast<typename F::Item*>(items);
+}
+
 // Products of a row with M vectors. The vectors are a parameter pack and not a loop, so that the compiler sees sums with
 // constant indices and keeps them in registers.
 template <class F, class V>
@@ -36,24 +50,26 @@ struct Row<F, std::integer_sequence<int, V...>> {
   static constexpr int count = sizeof...(V);
   using X = typename F::X;
   using Sum = typename F::Sum;
+  using Item = typename F::Item;
 
   __attribute__((always_inline)) static void add(Sum (&sum)[count], const X* const (&x)[count], int64_t g,
-                                                 typename F::Raw raw, const float* scales) {
+                                                 typename F::Raw raw, const Item* scales) {
     const auto elements = F::decode(raw);
-    const auto scale = F::scale(scales + g * (F::span ? F::group / F::span : 0));
+    const auto scale = F::scale(scales + g * SCALES<F>);
     ((sum[V] = F::add(sum[V], elements, x[V] + g * F::group, scale)), ...);
   }
 
   // `size` bytes at `data`; out[v] are the sums over all columns.
-  static void multiply(const uint8_t* data, int64_t size, const float* scales, const void* const* xs, float* out) {
+  static void multiply(const uint8_t* data, int64_t size, const Item* scales, const void* const* xs, float* out) {
     const X* const x[count] = {static_cast<const X*>(xs[V])...};
     Sum sum[count] = {((void)V, Sum{})...};
-    const int64_t whole = size / F::bytes;
+    // The last group is read as if it were cut short: nothing behind a row's end is touched by any format.
+    const int64_t whole = (size - 1) / F::bytes;
     for (int64_t g = 0; g < whole; g++) {
       __builtin_prefetch(data + g * F::bytes + AHEAD);
       add(sum, x, g, F::load(data + g * F::bytes), scales);
     }
-    if (whole * F::bytes < size) add(sum, x, whole, F::load_part(data + whole * F::bytes, size - whole * F::bytes), scales);
+    add(sum, x, whole, F::load_part(data + whole * F::bytes, size - whole * F::bytes), scales);
     ((out[V] = F::reduce(sum[V])), ...);
   }
 };
@@ -61,13 +77,13 @@ struct Row<F, std::integer_sequence<int, V...>> {
 template <class F, int M>
 void dots(const Matrix& w, int64_t first, int64_t last, const void* const* xs, float* out, int64_t stride) {
   const int64_t size = ceil_div(w.w->k * F::bytes, F::group);
-  constexpr int span = F::span ? F::span : F::group;
-  float* scales = F::span ? scale_buffer(*w.w, F::group, span) : nullptr;
+  int64_t scale_stride;
+  typename F::Item* scales = scale_rows<F>(*w.w, 1, scale_stride);
   Matrix::Place place{0, first, 0};
   for (int64_t row = first; row < last; row++) {
     if (row == place.end) {
       place = w.place(row);
-      if (F::span) read_scales(w, place.grid_row, span, scales);
+      F::read(w, place.grid_row, scales);
     }
     float products[M];
     Row<F, std::make_integer_sequence<int, M>>::multiply(w.data + row * w.w->row_bytes, size, scales, xs, products);

@@ -13,7 +13,9 @@ void pack(const tp_weight& w, const void* x, int32_t from, void* out) {
     float* plain = static_cast<float*>(scratch(SLOT_PLAIN, size * sizeof(float)));
     load(x, from, plain, w.k);
     for (int64_t i = w.k; i < size; i++) plain[i] = 0;
-    for (int64_t i = 0; i < size; i += F::group) F::arrange(plain + i, packed + i);
+    for (int64_t start = 0; start < size; start += F::group) {
+      for (int i = 0; i < F::group; i++) packed[start + i] = plain[start + F::column(i)];
+    }
   });
 }
 

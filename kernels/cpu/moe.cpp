@@ -101,7 +101,7 @@ bool Moe::run(const void* x, const int64_t* ids, const float* weights, int64_t t
   if (!sort(ids, tokens, k)) return false;
   const int64_t slots = static_cast<int64_t>(order_.size()), h = down_.n, i = down_.k;
   const int64_t runs = std::max<int64_t>(1, static_cast<int64_t>(runs_.size())), mean = ceil_div(slots, runs);
-  const bool tiles = fits_bf16(x, dtype, tokens * h) && tiles_pay(gate_up_, mean);
+  const bool tiles = tiles_pay(gate_up_, mean) && tiles_are_right(gate_up_, x, dtype, tokens * h);
   const bool tiles_inner = dtype == TP_BFLOAT16 && tiles_pay(down_, mean);
   // Tiles take the tokens of an expert as a block, and a token as often as it has experts.
   const Packed packed(gate_up_, tiles ? slots : tokens, tiles, SLOT_PACKED);

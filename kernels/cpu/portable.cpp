@@ -20,12 +20,14 @@ struct Group {
   using X = float;
   using Elements = tp::Elements;
   using Scale = float;
+  using Item = float;
   struct Sum {
     float lane[LANES];
   };
   static constexpr int group = COLUMNS;
 
-  static Scale scale(const float* scales) { return *scales; }
+  static void read(const Matrix& w, int64_t grid_row, Item* out) { read_scales(w, grid_row, COLUMNS, out); }
+  static Scale scale(const Item* scales) { return *scales; }
 
   static Sum add(Sum sum, const Elements& e, const X* x, Scale scale) {
     for (int i = 0; i < LANES; i++) {
@@ -42,7 +44,7 @@ struct Group {
     return total;
   }
 
-  static void arrange(const float* in, X* out) { std::memcpy(out, in, sizeof(X) * group); }
+  static constexpr int column(int i) { return i; }
 };
 
 template <int BYTES>
@@ -87,7 +89,8 @@ struct Bf16 : Group<32>, Bytes<64> {
   using Raw = Bytes<64>;
   static constexpr int bytes = 64, span = 0;
 
-  static Scale scale(const float*) { return 1; }
+  static void read(const Matrix&, int64_t, Item*) {}
+  static Scale scale(const Item*) { return 1; }
   static Elements decode(const Raw& raw) {
     Elements e;
     for (int i = 0; i < 32; i++) e.value[i] = bf16(static_cast<uint16_t>(raw.byte[2 * i] | raw.byte[2 * i + 1] << 8));

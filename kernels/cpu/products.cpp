@@ -11,20 +11,29 @@ void load_bias(tp_vector bias, int64_t first, int64_t n, float* out) {
   else std::fill(out, out + n, 0.0f);
 }
 
-bool tiles_pay(const tp_weight& w, int64_t vectors) {
-  if (!isa().tiles) return false;
-  return vectors >= (w.format == TP_E2M1 && w.scale_type == TP_SCALE_E8M0 ? 1 : 3);
-}
+namespace {
 
-bool fits_bf16(const void* x, int32_t dtype, int64_t n) {
-  if (dtype == TP_BFLOAT16) return true;
+// Whether all values are bfloat16 in fact: logits are computed in float32, from hidden states that were rounded.
+bool fits_bf16(const float* x, int64_t n) {
   uint32_t below = 0;
   for (int64_t i = 0; i < n; i++) {
     uint32_t bits;
-    std::memcpy(&bits, static_cast<const float*>(x) + i, sizeof bits);
+    std::memcpy(&bits, x + i, sizeof bits);
     below |= bits;
   }
   return (below & 0xffff) == 0;
+}
+
+}  // namespace
+
+bool tiles_pay(const tp_weight& w, int64_t vectors) {
+  return isa().tiles && vectors >= (w.format == TP_E2M1 || w.format == TP_INT4 ? 4 : 6);
+}
+
+bool tiles_are_right(const tp_weight& w, const void* x, int32_t dtype, int64_t n) {
+  if (dtype == TP_BFLOAT16) return true;
+  const bool exact = w.format == TP_E2M1 || w.format == TP_BF16;
+  return exact && fits_bf16(static_cast<const float*>(x), n);
 }
 
 Packed::Packed(const tp_weight& w, int64_t n, bool tiles, Slot slot)
@@ -45,7 +54,7 @@ void Packed::products(const Matrix& m, int64_t first, int64_t last, const int64_
 }
 
 void linear(const tp_weight& w, const void* x, int64_t tokens, int32_t dtype, tp_vector bias, void* out) {
-  const Packed packed(w, tokens, tiles_pay(w, tokens) && fits_bf16(x, dtype, tokens * w.k), SLOT_PACKED);
+  const Packed packed(w, tokens, tiles_pay(w, tokens) && tiles_are_right(w, x, dtype, tokens * w.k), SLOT_PACKED);
   const Matrix matrix(w, 0);
   run([&](const Member& me) {
     int64_t first, last;

@@ -24,11 +24,11 @@ inline void* at(void* x, int32_t dtype, int64_t item) { return static_cast<char*
 // out[i] = the bias's items from `first` on; zeros where there is none.
 void load_bias(tp_vector bias, int64_t first, int64_t n, float* out);
 
-// Whether products with `vectors` bfloat16 vectors are cheaper by tiles.
+// Whether products with so many vectors are cheaper by tiles.
 bool tiles_pay(const tp_weight& w, int64_t vectors);
 
-// Whether all values are bfloat16 in fact: logits are computed in float32, from hidden states that were rounded.
-bool fits_bf16(const void* x, int32_t dtype, int64_t n);
+// Whether tiles lose nothing that a result of this dtype has: they take weights and x, n values, as bfloat16.
+bool tiles_are_right(const tp_weight& w, const void* x, int32_t dtype, int64_t n);
 
 // Vectors in the order that the products of a weight want, one by one or in blocks for tiles.
 class Packed {

@@ -43,14 +43,6 @@ inline int64_t span_of(const tp_weight& w, int64_t group) {
   return w.block_columns;
 }
 
-// Room for a row of scales; what lies behind its end, where a last group may look, is zero.
-inline float* scale_buffer(const tp_weight& w, int64_t group, int64_t span) {
-  const int64_t used = ceil_div(w.k, span), room = ceil_div(w.k, group) * (group / span) + 16;
-  float* scales = static_cast<float*>(scratch(SLOT_SCALES, room * sizeof(float)));
-  for (int64_t i = used; i < room; i++) scales[i] = 0;
-  return scales;
-}
-
 // out[i] is the scale of columns i · span …, of a row of the grid.
 inline void read_scales(const Matrix& m, int64_t grid_row, int64_t span, float* out) {
   const tp_weight& w = *m.w;
