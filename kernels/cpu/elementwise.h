@@ -85,7 +85,15 @@ void activate(float* gate, const float* up, int64_t n, Activation a) {
   }
 }
 
-typedef float Lanes __attribute__((vector_size(64)));
+// As many values as a register holds.
+#ifdef __AVX512F__
+constexpr int REGISTER = 16;
+#elif defined(__AVX__)
+constexpr int REGISTER = 8;
+#else
+constexpr int REGISTER = 4;
+#endif
+typedef float Lanes __attribute__((vector_size(4 * REGISTER)));
 
 inline Lanes lanes(const float* p) {
   Lanes v;
@@ -94,12 +102,12 @@ inline Lanes lanes(const float* p) {
 }
 
 inline float sum_of(const Lanes& v) {
-  float sums[16];
-  std::memcpy(sums, &v, sizeof v);
-  for (int half = 8; half; half /= 2) {
-    for (int i = 0; i < half; i++) sums[i] += sums[i + half];
-  }
-  return sums[0];
+  typedef float Quad __attribute__((vector_size(16)));
+  Quad quads[REGISTER / 4];
+  std::memcpy(quads, &v, sizeof v);
+  Quad sum = quads[0];
+  for (int i = 1; i < REGISTER / 4; i++) sum += quads[i];
+  return (sum[0] + sum[2]) + (sum[1] + sum[3]);
 }
 
 // scores[n] = rows[n] · q of up to 4 queries; rows and q have `width` values.
@@ -107,7 +115,7 @@ template <int Q>
 void row_scores(const float* q, int64_t width, const float* rows, int64_t n, float* scores) {
   for (int64_t i = 0; i < n; i++) {
     Lanes sums[Q] = {};
-    for (int64_t d = 0; d < width; d += 16) {
+    for (int64_t d = 0; d < width; d += REGISTER) {
       const Lanes row = lanes(rows + i * width + d);
       for (int j = 0; j < Q; j++) sums[j] += row * lanes(q + j * width + d);
     }
@@ -118,7 +126,7 @@ void row_scores(const float* q, int64_t width, const float* rows, int64_t n, flo
 // results[j] += Σ scores[j][i] · rows[i] of up to 4 queries, whose results lie `stride` apart.
 template <int Q>
 void add_rows(const float* scores, int64_t width, const float* rows, int64_t n, float* results, int64_t stride) {
-  for (int64_t d = 0; d < width; d += 16) {
+  for (int64_t d = 0; d < width; d += REGISTER) {
     Lanes sums[Q];
     for (int j = 0; j < Q; j++) sums[j] = lanes(results + j * stride + d);
     for (int64_t i = 0; i < n; i++) {
@@ -146,14 +154,19 @@ void attend(const float* q, int64_t queries, int64_t width, const void* keys, co
             int32_t dtype, int64_t n, float* results) {
   alignas(64) float rows[ATTEND * ATTEND_WIDTH], scores[ATTEND_QUERIES * ATTEND];
   const int64_t item = dtype == TP_FLOAT ? 4 : 2, result = width + 2, by_four = queries / 4 * 4;
-  const auto plain = [&](const void* from) {
-    for (int64_t i = 0; i < n; i++) load(static_cast<const char*>(from) + i * stride * item, dtype, rows + i * width, width);
+  const auto plain = [&](const void* from, const void* next) {
+    for (int64_t i = 0; i < n; i++) {
+      const int64_t place = i * stride * item;
+      for (int64_t line = 0; line < width * item; line += 64) __builtin_prefetch(static_cast<const char*>(next) + place + line);
+      load(static_cast<const char*>(from) + place, dtype, rows + i * width, width);
+    }
   };
-  plain(keys);
+  // Rows of one head lie apart, which the processor does not foresee. Blocks mostly follow each other.
+  plain(keys, values);
   for (int64_t j = 0; j < by_four; j += 4) row_scores<4>(q + j * width, width, rows, n, scores + j * ATTEND);
   for (int64_t j = by_four; j < queries; j++) row_scores<1>(q + j * width, width, rows, n, scores + j * ATTEND);
   for (int64_t j = 0; j < queries; j++) weigh(scores + j * ATTEND, n, results + j * result, width);
-  plain(values);
+  plain(values, static_cast<const char*>(keys) + n * stride * item);
   for (int64_t j = 0; j < by_four; j += 4) add_rows<4>(scores + j * ATTEND, width, rows, n, results + j * result + 2, result);
   for (int64_t j = by_four; j < queries; j++) add_rows<1>(scores + j * ATTEND, width, rows, n, results + j * result + 2, result);
 }
