@@ -64,7 +64,7 @@ def make_slice(model: str, folder: Path, seed: int = 0) -> None:
         files |= dict.fromkeys(tensors, name)
     _write(folder, "model.safetensors.index.json", {"metadata": {}, "weight_map": files})
     _write(folder, "tokenizer.json", _tokenizer(config["vocab_size"]))
-    _write(folder, "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "t2"})
+    _write(folder, "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<end>"})
     _write(folder, "config.json", config)  # last: who finds it finds a whole checkpoint
 
 
@@ -119,11 +119,14 @@ def _ones(n: int) -> Tensor:
 
 
 def _tokenizer(vocab: int) -> dict:
-    """Words t0, t1, … for the ids 0, 1, …"""
+    """Words t3, t4, … for the ids 3, 4, …; by byte-pair encoding with one merge, which llama.cpp does not go without."""
     return {
         "version": "1.0", "truncation": None, "padding": None, "added_tokens": [], "normalizer": None,
         "pre_tokenizer": {"type": "WhitespaceSplit"}, "post_processor": None, "decoder": None,
-        "model": {"type": "WordLevel", "vocab": {f"t{i}": i for i in range(vocab)}, "unk_token": "t0"},
+        "model": {
+            "type": "BPE", "merges": [["t", "3"]], "ignore_merges": True,
+            "vocab": {"t": 0, "3": 1, "<end>": 2} | {f"t{i}": i for i in range(3, vocab)},
+        },
     }  # fmt: skip
 
 
