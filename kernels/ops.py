@@ -16,9 +16,11 @@ from torch import Tensor
 
 from tutel_pack.errors import InputError
 from tutel_pack.formats import PackedTensor
+from tutel_pack.kernels.cpu import native
+from tutel_pack.kernels.cpu.native import Unavailable
 from tutel_pack.spec import ClampedSwiglu, Moe, Rope, Swiglu
 
-BACKENDS = {"torch": "tutel_pack.kernels.torch_backend"}
+BACKENDS = {"cpu": "tutel_pack.kernels.cpu.backend", "torch": "tutel_pack.kernels.torch_backend"}
 """Name -> module, imported when chosen."""
 
 _log = logging.getLogger(__name__)
@@ -27,7 +29,7 @@ Weight = Tensor | PackedTensor
 """A matrix or a stack of matrices: packed, or plain in any float dtype."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Layout:
     """Where S sequences of a ragged batch stand in a paged cache.
 
@@ -45,13 +47,87 @@ class Layout:
     states: Tensor | None = None
 
 
-def get_ops(backend: str = "auto") -> Ops:
-    """The operations by the backend of that name; "auto" takes the best one here. InputError lists the known names."""
-    name = "torch" if backend == "auto" else backend
+@dataclass(frozen=True, eq=False)
+class Heads:
+    """What the heads of a layer's attention do, beside the softmax.
+
+    q_norm, k_norm: [D], RMSNorm of every query and key with `eps`; both or neither.
+    interleaved: see Ops.rope.  window, scale, sinks: see Ops.attention.
+    """
+
+    q_norm: Tensor | None = None
+    k_norm: Tensor | None = None
+    eps: float = 0.0
+    interleaved: bool = False
+    window: int | None = None
+    scale: float | None = None
+    sinks: Tensor | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Experts:
+    """The experts of a layer and their router: see Ops.linear, route and moe.
+
+    router: [E, H], of plain floats.
+    """
+
+    spec: Moe
+    router: Weight
+    gate_up: Weight
+    down: Weight
+    router_bias: Tensor | None = None
+    correction: Tensor | None = None
+    gate_up_bias: Tensor | None = None
+    down_bias: Tensor | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Layer:
+    """A layer of grouped-query attention and routed experts without more: x + attention(norm(x)), then x + experts(norm(x)).
+
+    input_norm, post_norm: [H] of RMSNorm with `eps`.  qkv, output: weights and biases, see Ops.linear.
+    """
+
+    input_norm: Tensor
+    post_norm: Tensor
+    eps: float
+    qkv: Sequence[tuple[Weight, Tensor | None]]
+    output: tuple[Weight, Tensor | None]
+    heads: Heads
+    experts: Experts
+
+
+def get_ops(backend: str = "auto", device: torch.device | str = "cpu") -> Ops:
+    """The operations by the backend of that name, for tensors on `device`.
+
+    "auto" takes the best one there: on a CPU the native kernels if they were built, else torch. InputError lists the
+    known names, and says why a backend cannot be had.
+    """
+    if backend == "auto":
+        name, why = _best(torch.device(device))
+    else:
+        name, why = backend, "as asked for"
     if name not in BACKENDS:
         raise InputError(f"Unknown backend {backend!r}: choose one of auto, {', '.join(BACKENDS)}.")
-    _log.info("kernels: backend %s", name)
-    return Ops(name)
+    if name == "cpu" and torch.device(device).type != "cpu":
+        raise InputError(f"The backend 'cpu' cannot work on {device}: choose another, or the device 'cpu'.")
+    try:
+        ops = Ops(name)
+    except Unavailable as e:
+        raise InputError(f"The backend {name!r} cannot be had: {e}.") from e
+    _log.info("kernels: backend %s, %s", name, why)
+    return ops
+
+
+def _best(device: torch.device) -> tuple[str, str]:
+    """(name, why) of the backend to take unless asked for another."""
+    if device.type != "cpu":
+        return "torch", f"the one for {device.type}"
+    try:
+        native.library()
+    except Unavailable as e:
+        return "torch", f"because the native library is missing: {e}"
+    return "cpu", f"by {native.selected()} on {native.threads()} threads"
 
 
 class Ops:
@@ -60,17 +136,30 @@ class Ops:
     T tokens, H hidden size, N rows and K columns of a weight, E experts, k experts a token, D dimensions of a head.
     x has the compute dtype C (float32, bfloat16 or float16); so has what is returned, unless stated. Weights are
     rounded once to C, sums are float32 and rounded once to C. T may be 0. A shape that does not fit is a ValueError.
+
+    `linears`, `attend`, `routed` and `layer` are several operations in one call, for decoding, where calls cost more than some of
+    their work. A backend need not have them, and may return None for what it leaves to the single operations.
     """
 
     def __init__(self, name: str):
         self.name = name
         self._backend = import_module(BACKENDS[name])
+        self._fused = {op: getattr(self._backend, op, None) for op in ("linears", "attend", "routed", "layer")}
 
     def linear(self, x: Tensor, w: Weight, bias: Tensor | None = None) -> Tensor:
         """x [T, K] · w [N, K]ᵀ + bias [N] -> [T, N]."""
         n, k = w.shape
-        _check(x.shape[1:] == (k,) and (bias is None or bias.shape == (n,)), "linear", x, w, bias)
-        return self._backend.linear(x, w, bias) if len(x) else x.new_empty(0, n)
+        _check(x.ndim == 2 and x.shape[1] == k and (bias is None or bias.shape == (n,)), "linear", x, w, bias)
+        return self._backend.linear(x, w, bias) if x.numel() else x.new_empty(0, n)
+
+    def linears(self, x: Tensor, parts: Sequence[tuple[Weight, Tensor | None]]) -> list[Tensor]:
+        """`linear` of x with each pair of a weight and a bias."""
+        if not self._fused["linears"] or not x.numel():
+            return [self.linear(x, w, bias) for w, bias in parts]
+        for w, bias in parts:
+            n, k = w.shape
+            _check(x.ndim == 2 and x.shape[1] == k and (bias is None or bias.shape == (n,)), "linears", x, w, bias)
+        return self._fused["linears"](x, parts)
 
     def embedding(self, ids: Tensor, w: Weight, dtype: torch.dtype) -> Tensor:
         """Rows of w [N, K], of one segment if packed, by ids int64 [T] in 0 … N − 1 -> [T, K] in `dtype`."""
@@ -82,12 +171,12 @@ class Ops:
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """x [..., D] / sqrt(mean(x²) + eps) · weight [D], in float32 and rounded once -> [..., D]."""
         _check(x.shape[-1:] == weight.shape, "rms_norm", x, weight)
-        return self._backend.rms_norm(x, weight, eps) if len(x) else x
+        return self._backend.rms_norm(x, weight, eps) if x.numel() else x
 
     def swiglu(self, gate: Tensor, up: Tensor, activation: Swiglu | ClampedSwiglu = Swiglu()) -> Tensor:
         """The activation's formula (see spec) of gate and up, both [T, N], in float32 and rounded once -> [T, N]."""
         _check(gate.shape == up.shape, "swiglu", gate, up)
-        return self._backend.swiglu(gate, up, activation) if len(gate) else gate
+        return self._backend.swiglu(gate, up, activation) if gate.numel() else gate
 
     def rotation(self, positions: Tensor, rope: Rope, layout: Layout | None = None) -> tuple[Tensor, Tensor]:
         """cosines and sines times the scaling's magnitude, float32 [T, rope.dim / 2] each, of the angles of positions
@@ -124,6 +213,33 @@ class Ops:
         fits = fits and keys.shape == values.shape and (sinks is None or sinks.shape == q.shape[1:2])
         _check(fits, "attention", q, keys, values, sinks)
         return self._backend.attention(q, keys, values, layout, window, scale, sinks) if len(q) else q
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, layout: Layout,
+        rotation: tuple[Tensor, Tensor] | None, heads: Heads,
+    ) -> Tensor:  # fmt: skip
+        """All that lies between the projections of grouped-query attention: q [T, heads · D], k and v [T, kv_heads · D]
+        -> [T, heads · D].
+
+        Queries and keys are normed and turned by `rotation` (None: they are not), as rms_norm and rope do it, the new
+        keys and values are stored in keys and values [blocks, B, kv_heads, D] at layout.slots, and the queries attend
+        to all that is stored, as in `attention`.
+        """
+        width = keys.shape[2] * keys.shape[3]
+        fits = k.shape == v.shape == (q.shape[0], width) and keys.shape == values.shape and q.shape[1] % width == 0
+        _check(fits and layout.slots.shape == q.shape[:1], "attend", q, k, v, keys, values)
+        if self._fused["attend"] and q.numel():
+            done = self._fused["attend"](q, k, v, keys, values, layout, rotation, heads)
+            if done is not None:
+                return done
+        q, k, v = (x.view(len(x), -1, keys.shape[3]) for x in (q, k, v))
+        if heads.q_norm is not None:
+            q, k = self.rms_norm(q, heads.q_norm, heads.eps), self.rms_norm(k, heads.k_norm, heads.eps)
+        if rotation:
+            q, k = (self.rope(x, rotation, heads.interleaved) for x in (q, k))
+        for pool, new in ((keys, k), (values, v)):
+            pool.flatten(0, 1).index_copy_(0, layout.slots, new)
+        return self.attention(q, keys, values, layout, heads.window, heads.scale, heads.sinks).flatten(1)
 
     def latent_attention(
         self, q: Tensor, entries: Tensor, up: Tensor, layout: Layout, scale: float,
@@ -179,11 +295,33 @@ class Ops:
         [E, H, I], gate_up_bias [E, 2I], down_bias [E, H]. An id of −1 contributes nothing, whatever its weight.
         """
         experts, h, i = down.shape
-        _check(x.shape[1:] == (h,) and gate_up.shape == (experts, 2 * i, h), "moe", x, gate_up, down)
-        _check(ids.shape == weights.shape == (len(x), ids.shape[-1]), "moe", x, ids, weights)
+        _check(x.ndim == 2 and x.shape[1] == h and gate_up.shape == (experts, 2 * i, h), "moe", x, gate_up, down)
+        _check(ids.shape == weights.shape and ids.ndim == 2 and ids.shape[0] == x.shape[0], "moe", x, ids, weights)
         _check(gate_up_bias is None or gate_up_bias.shape == (experts, 2 * i), "moe", gate_up, gate_up_bias)
         _check(down_bias is None or down_bias.shape == (experts, h), "moe", down, down_bias)
-        return self._backend.moe(x, ids, weights, gate_up, down, activation, gate_up_bias, down_bias) if len(x) else x
+        return self._backend.moe(x, ids, weights, gate_up, down, activation, gate_up_bias, down_bias) if x.numel() else x
+
+    def routed(self, x: Tensor, experts: Experts) -> Tensor:
+        """x [T, H], each token through the experts that the router picks for it -> [T, H].
+
+        Logits are of x in float32: a rounded one picks another expert, and that is no small error.
+        """
+        if self._fused["routed"] and x.numel():
+            done = self._fused["routed"](x, experts)
+            if done is not None:
+                return done
+        e = experts
+        ids, weights = self.route(self.linear(x.float(), e.router, e.router_bias), e.spec, e.correction)
+        return self.moe(x, ids, weights, e.gate_up, e.down, e.spec.activation, e.gate_up_bias, e.down_bias)
+
+    def layer(
+        self, x: Tensor, layer: Layer, keys: Tensor, values: Tensor, layout: Layout, rotation: tuple[Tensor, Tensor] | None
+    ) -> Tensor | None:
+        """x [T, H] -> [T, H] by all of a layer's operations at once, with keys, values, layout and rotation as for
+        `attend`; None where the backend leaves them to be done one by one."""
+        _check(x.ndim == 2 and layer.input_norm.shape == x.shape[1:] and layout.slots.shape == x.shape[:1], "layer", x)
+        fused = self._fused["layer"]
+        return fused(x, layer, keys, values, layout, rotation) if fused and x.numel() else None
 
 
 def _check(fits: bool, op: str, *arguments: Weight | None) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from functools import lru_cache
 
 import torch
 import torch.nn.functional as F
@@ -112,6 +113,7 @@ def _dynamic_frequencies(positions: Tensor, rope: Rope, layout: Layout | None) -
     return torch.cat([_frequencies(rope, length).expand(count, -1) for count, length in zip(counts, lengths)])
 
 
+@lru_cache(maxsize=64)
 def _frequencies(rope: Rope, length: int = 0) -> Tensor:
     """float32 [dim/2] for a sequence of `length` positions, in the order of operations of transformers, whose last bit
     is what models were trained and are judged with."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tutel_pack.kernels.ops import Layout, Ops
+from tutel_pack.kernels.ops import Heads, Layout, Ops
 from tutel_pack.runtime.cache import PagedCache
 from tutel_pack.runtime.weights import Weights
 from tutel_pack.spec import Attention, Rope
@@ -22,13 +22,17 @@ class GroupedQueryAttention:
     def __init__(self, spec: Attention, layer: int, eps: float, weights: Weights, ops: Ops):
         self._spec, self._layer, self._eps, self._ops = spec, layer, eps, ops
         prefix = f"model.layers.{layer}.self_attn."
-        self._projections = {
-            name: (weights(f"{prefix}{name}_proj.weight"), weights(f"{prefix}{name}_proj.bias") if name in spec.bias else None)
+        *self.qkv, self.output = (
+            (weights(f"{prefix}{name}_proj.weight"), weights(f"{prefix}{name}_proj.bias") if name in spec.bias else None)
             for name in "qkvo"
-        }
-        if spec.qk_norm:
-            self._norms = {name: weights.norm(f"{prefix}{name}_norm.weight") for name in "qk"}
-        self._sinks = weights(prefix + "sinks") if spec.sinks else None
+        )
+        norms = [weights.norm(f"{prefix}{name}_norm.weight") if spec.qk_norm else None for name in "qk"]
+        # `attend` norms single heads. Norms of all together, and those before a clip (OLMoE has both), come before it.
+        before = spec.qk_norm == "whole" or spec.clip is not None
+        self._norms, norms = (norms, [None, None]) if before else ([None, None], norms)
+        sinks = weights(prefix + "sinks") if spec.sinks else None
+        interleaved = bool(spec.rope and spec.rope.interleaved)
+        self.heads = Heads(*norms, eps, interleaved, spec.window, spec.scale, sinks)
 
     def __call__(
         self, x: Tensor, cache: PagedCache, layout: Layout, rotations: dict[Rope, tuple[Tensor, Tensor]]
@@ -38,28 +42,23 @@ class GroupedQueryAttention:
         rotations: of the batch's positions, for each Rope of the model.
         """
         spec, ops = self._spec, self._ops
-        q, k, v = (self._project(name, x) for name in "qkv")
+        q, k, v = ops.linears(x, self.qkv)
         if spec.gated:
             q, gate = (part.flatten(1) for part in q.unflatten(1, (spec.heads, -1)).chunk(2, dim=-1))
-        q, k, v = self._heads(q, "q"), self._heads(k, "k"), self._heads(v)
-        if spec.rope:
-            rotation, interleaved = rotations[spec.rope], spec.rope.interleaved
-            q, k = ops.rope(q, rotation, interleaved), ops.rope(k, rotation, interleaved)
-        cache.append(self._layer, layout, keys=k, values=v)
-        keys, values = cache.tokens[self._layer]["keys"], cache.tokens[self._layer]["values"]
-        heads = ops.attention(q, keys, values, layout, spec.window, spec.scale, self._sinks).flatten(1)
-        return self._project("o", heads * torch.sigmoid(gate) if spec.gated else heads)
+        if self._norms[0] is not None:
+            q, k = (self._normed(part, norm) for part, norm in zip((q, k), self._norms))
+        if spec.clip is not None:
+            q, k, v = (part.clamp(-spec.clip, spec.clip) for part in (q, k, v))
+        pools, rotation = cache.tokens[self._layer], rotations[spec.rope] if spec.rope else None
+        heads = ops.attend(q, k, v, pools["keys"], pools["values"], layout, rotation, self.heads)
+        return ops.linear(heads * torch.sigmoid(gate) if spec.gated else heads, *self.output)
 
-    def _heads(self, x: Tensor, norm: str | None = None) -> Tensor:
-        """A projection [T, heads · D], normed where the model does that and clipped, as [T, heads, D]."""
-        spec, ops = self._spec, self._ops
-        if norm and spec.qk_norm == "whole":
-            x = ops.rms_norm(x, self._norms[norm], self._eps)
-        x = x.unflatten(1, (-1, spec.head_dim))
-        if norm and spec.qk_norm == "head":
-            x = ops.rms_norm(x, self._norms[norm], self._eps)
-        # After the norm: that is where OLMoE, the one that has both, clips.
-        return x if spec.clip is None else x.clamp(-spec.clip, spec.clip)
+    @property
+    def plain(self) -> bool:
+        """Whether it is nothing but qkv, what `heads` do, and output."""
+        return not self._spec.gated and self._spec.clip is None and self._norms[0] is None
 
-    def _project(self, name: str, x: Tensor) -> Tensor:
-        return self._ops.linear(x, *self._projections[name])
+    def _normed(self, x: Tensor, norm: Tensor) -> Tensor:
+        """A projection [T, heads · D], normed as a whole or by heads."""
+        parts = x if self._spec.qk_norm == "whole" else x.unflatten(1, (-1, self._spec.head_dim))
+        return self._ops.rms_norm(parts, norm, self._eps).flatten(1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -14,7 +15,8 @@ class Batch:
     """New tokens of S sequences, laid end to end.
 
     tokens, positions: int64 [T].
-    starts: int64 [S + 1] on the host; sequence s owns tokens starts[s] … starts[s + 1] − 1, at consecutive positions.
+    starts: S + 1 numbers; sequence s owns tokens starts[s] … starts[s + 1] − 1, at consecutive positions.
+    lengths: S numbers; how many positions a sequence has with its new tokens, 0 where it has no new ones.
     block_tables: S lists of cache block ids; entry j of a list holds the sequence's positions j·B … j·B + B − 1 (B is
         the cache's block size) and the list covers every position up to the sequence's last new token.
     rows: int64 [R], the tokens whose logits are wanted.
@@ -24,6 +26,7 @@ class Batch:
     tokens: Tensor
     positions: Tensor
     starts: tuple[int, ...]
+    lengths: tuple[int, ...]
     block_tables: tuple[Sequence[int], ...]
     rows: Tensor
     slots: tuple[int, ...] = ()
@@ -42,11 +45,10 @@ class Batch:
 
         Logits are wanted of each sequence's last token, or with `all_rows` of every token.
         """
-        starts = [0]
-        for ids in new:
-            starts.append(starts[-1] + len(ids))
+        starts = list(accumulate((len(ids) for ids in new), initial=0))
+        lengths = tuple(p + len(ids) if ids else 0 for p, ids in zip(past, new))
         tokens = torch.tensor([t for ids in new for t in ids], dtype=torch.int64)
-        positions = torch.cat([torch.arange(p, p + len(ids)) for p, ids in zip(past, new)])
-        rows = torch.arange(len(tokens)) if all_rows else torch.tensor(starts[1:]) - 1
-        tables = tuple(block_tables)
-        return cls(tokens.to(device), positions.to(device), tuple(starts), tables, rows.to(device), tuple(slots))
+        positions = torch.tensor([i for p, ids in zip(past, new) for i in range(p, p + len(ids))], dtype=torch.int64)
+        rows = torch.tensor(range(starts[-1]) if all_rows else [stop - 1 for stop in starts[1:]], dtype=torch.int64)
+        tokens, positions, rows = (t.to(device) for t in (tokens, positions, rows))
+        return cls(tokens, positions, tuple(starts), lengths, tuple(block_tables), rows, tuple(slots))

@@ -133,18 +133,19 @@ class PagedCache:
         ValueError if a block table does not reach its sequence's last token: another's blocks would be overwritten; and
         if there are states to keep and the sequences do not have a slot each.
         """
-        counts = [stop - start for start, stop in zip(batch.starts, batch.starts[1:])]
-        lengths = self._lengths(batch, counts)
-        for s, (length, table) in enumerate(zip(lengths, batch.block_tables)):
-            if len(table) * self.block_size < length:
-                raise ValueError(f"sequence {s} has {length} tokens but only {len(table)} blocks of {self.block_size}")
-        sizes = [len(table) for table in batch.block_tables]
-        blocks = torch.tensor([b for table in batch.block_tables for b in table], dtype=torch.int64)
-        blocks = blocks.to(batch.positions.device)
-        tables = [table[: -(-length // self.block_size)] for table, length in zip(blocks.split(sizes), lengths)]
-        return Layout(
-            batch.starts, lengths, tables, self._slots(batch.positions, counts, sizes, blocks), self._states(batch)
-        )
+        size, device = self.block_size, batch.positions.device
+        slots: list[int] = []
+        for s, (length, table) in enumerate(zip(batch.lengths, batch.block_tables)):
+            if len(table) * size < length:
+                raise ValueError(f"sequence {s} has {length} tokens but only {len(table)} blocks of {size}")
+            new = range(length - (batch.starts[s + 1] - batch.starts[s]), length)
+            slots += [table[position // size] * size + position % size for position in new]
+        tables = [
+            torch.tensor(table[: -(-length // size)], dtype=torch.int64).to(device)
+            for table, length in zip(batch.block_tables, batch.lengths)
+        ]
+        slots = torch.tensor(slots, dtype=torch.int64).to(device)
+        return Layout(batch.starts, batch.lengths, tables, slots, self._states(batch))
 
     def _states(self, batch: Batch) -> Tensor | None:
         """int64 [S]: the slot of every sequence; None where no states are kept."""
@@ -153,19 +154,6 @@ class PagedCache:
         if len(set(batch.slots)) != len(batch.block_tables):
             raise ValueError(f"{len(batch.block_tables)} sequences need a state slot each, not {list(batch.slots)}")
         return torch.tensor(batch.slots, dtype=torch.int64).to(batch.positions.device)
-
-    def _lengths(self, batch: Batch, counts: list[int]) -> list[int]:
-        """Positions that each sequence has with its new tokens; 0 where it has no new ones."""
-        last = [stop - 1 for stop, count in zip(batch.starts[1:], counts) if count]
-        lengths = iter((batch.positions[last] + 1).tolist())
-        return [next(lengths) if count else 0 for count in counts]
-
-    def _slots(self, positions: Tensor, counts: list[int], sizes: list[int], blocks: Tensor) -> Tensor:
-        """int64 [T]: block id · block_size + place in the block of every new token."""
-        table_starts = torch.tensor([0, *sizes])[:-1].cumsum(0)
-        first_block = table_starts.repeat_interleave(torch.tensor(counts, dtype=torch.int64)).to(positions.device)
-        block = blocks[first_block + positions // self.block_size]
-        return block * self.block_size + positions % self.block_size
 
     def append(self, layer: int, layout: Layout, **entries: Tensor) -> None:
         """Store the new tokens' entries, name -> [T, …], in the pools of a layer."""

@@ -68,6 +68,11 @@ model_options = _options(
     click.option("--device", default="auto", metavar="NAME", help="cpu, cuda, cuda:1, …  [a GPU if there is one]"),
     click.option("--dtype", type=click.Choice(DTYPES), metavar="TYPE", help=f"{', '.join(DTYPES)}.  [{DTYPES[0]}]"),
     click.option("--backend", default="auto", metavar="NAME", help="Kernels to run with.  [auto]"),
+    click.option(
+        "--threads", type=click.IntRange(min=1), metavar="N", help="Of the CPU.  [OMP_NUM_THREADS, or all it may run on]"
+    ),
+    click.option("--prefault", is_flag=True, help="Read all weights now, not on first use (CPU)."),
+    click.option("--mlock", is_flag=True, help="And keep them in memory (CPU)."),
 )
 system_option = click.option("--system", metavar="TEXT", help="A system prompt.")
 quiet_option = click.option("-q", "--quiet", is_flag=True, help="Only errors on standard error.")
@@ -81,7 +86,7 @@ quiet_option = click.option("-q", "--quiet", is_flag=True, help="Only errors on 
 @model_options
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object when done.")
 @quiet_option
-def generate(words, system, raw, device, dtype, backend, as_json, quiet, **sampling):
+def generate(words, system, raw, as_json, quiet, **options):
     """Answer or continue PROMPT; `-` reads it from standard input.
 
     A model with a chat template gets PROMPT as a user's message, any other continues it. The text goes to standard
@@ -95,7 +100,7 @@ def generate(words, system, raw, device, dtype, backend, as_json, quiet, **sampl
     if raw and system:
         raise click.UsageError("--system is for the chat template that --raw leaves out: give only one of them.")
     artifact, prompt = _artifact_and_prompt(words)
-    model = _load(artifact, quiet, sampling, device, dtype, backend)
+    model, sampling = _load(artifact, quiet, options)
     events = _events(model, prompt, raw, system, sampling)
     if as_json:
         *_, last = events
@@ -113,7 +118,7 @@ def generate(words, system, raw, device, dtype, backend, as_json, quiet, **sampl
 @system_option
 @model_options
 @quiet_option
-def chat(artifact, system, device, dtype, backend, quiet, **sampling):
+def chat(artifact, system, quiet, **options):
     """Talk with a model, a line at a time.
 
     Ctrl-C stops an answer, Ctrl-D leaves. Lines may come from a pipe as well.
@@ -125,7 +130,7 @@ def chat(artifact, system, device, dtype, backend, quiet, **sampling):
     """
     from tutel_pack.runtime.chat import require_template
 
-    model = _load(artifact, quiet, sampling, device, dtype, backend)
+    model, sampling = _load(artifact, quiet, options)
     require_template(model.tokenizer)
     terminal = sys.stdin.isatty()
     if terminal and not quiet:
@@ -180,8 +185,10 @@ def _standard_input() -> str:
         raise InputError(f"The prompt on standard input is not UTF-8 text ({e.reason} at byte {e.start}).") from e
 
 
-def _load(artifact: str | None, quiet: bool, sampling: dict, device: str, dtype: str | None, backend: str):
-    """The PackedModel. Options are checked before, since loading takes its time."""
+def _load(artifact: str | None, quiet: bool, options: dict) -> tuple:
+    """(PackedModel, sampling options), of those that model_options and sampling_options leave. They are checked before,
+    since loading takes its time."""
+    sampling = {name: options.pop(name) for name in OPTIONS}
     folder = _folder(artifact, quiet)
     import torch
 
@@ -191,10 +198,11 @@ def _load(artifact: str | None, quiet: bool, sampling: dict, device: str, dtype:
 
     with _option_names():
         sampling_params(folder, **sampling)
-    model = load_packed(folder, device=device, dtype=dtype and getattr(torch, dtype), backend=backend)
+    dtype = options.pop("dtype")
+    model = load_packed(folder, dtype=dtype and getattr(torch, dtype), **options)
     if model.path == GENERAL and not quiet:
         click.echo("Note: this architecture runs through its transformers module, which is slower.", err=True)
-    return model
+    return model, sampling
 
 
 @contextmanager

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from tutel_pack.kernels.ops import Layout, Ops, Weight, get_ops
+from tutel_pack.kernels.ops import Layer, Layout, Ops, Weight, get_ops
 from tutel_pack.runtime.attention import GroupedQueryAttention
 from tutel_pack.runtime.batch import Batch
 from tutel_pack.runtime.cache import PagedCache
@@ -41,7 +41,7 @@ class Decoder:
         backend: str = "auto",
     ):
         self.spec, self.device, self.dtype = spec, torch.device(device), dtype
-        self._ops = get_ops(backend)
+        self._ops = get_ops(backend, self.device)
         take = Weights(weights, spec, self.device, dtype)
         self._embedding = take("model.embed_tokens.weight")
         self._layers = [_DecoderLayer(spec, i, take, self._ops) for i in range(len(spec.layers))]
@@ -86,10 +86,24 @@ class _DecoderLayer:
             self._mlp = MoeBlock(spec.mlp, prefix, layer_names(model), weights, ops)
         else:
             self._mlp = DenseBlock(spec.mlp, prefix + "mlp", weights, ops)
+        self._index, self._rope = index, getattr(spec.attention, "rope", None)
+        self._whole = self._as_one() if self._scale == 1.0 else None
+
+    def _as_one(self) -> Layer | None:
+        """All of it for `Ops.layer`, None for one that has more to it."""
+        a, m = self._attention, self._mlp
+        if not (isinstance(a, GroupedQueryAttention) and isinstance(m, MoeBlock) and a.plain and m.plain):
+            return None
+        return Layer(self._input_norm, self._post_norm, self._eps, a.qkv, a.output, a.heads, m.experts)
 
     def __call__(
         self, x: Tensor, cache: PagedCache, layout: Layout, rotations: dict[Rope, tuple[Tensor, Tensor]]
     ) -> Tensor:
+        if self._whole is not None:
+            pools, rotation = cache.tokens[self._index], rotations[self._rope] if self._rope else None
+            done = self._ops.layer(x, self._whole, pools["keys"], pools["values"], layout, rotation)
+            if done is not None:
+                return done
         attended = self._attention(self._ops.rms_norm(x, self._input_norm, self._eps), cache, layout, rotations)
         x = x + _scaled(attended, self._scale)
         return x + _scaled(self._mlp(self._ops.rms_norm(x, self._post_norm, self._eps)), self._scale)

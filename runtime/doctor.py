@@ -12,7 +12,7 @@ import torch
 from tutel_pack import __version__
 from tutel_pack.artifact import Artifact
 from tutel_pack.commands import size
-from tutel_pack.kernels.ops import BACKENDS
+from tutel_pack.kernels.cpu import native
 from tutel_pack.spec import GENERAL, ModelSpec
 
 PACKAGES = ("torch", "transformers", "safetensors", "huggingface_hub", "triton")
@@ -29,9 +29,18 @@ def facts(folder: Path | None = None) -> dict[str, str | list[str]]:
         **{name: _version(name) for name in PACKAGES},
         "processor": f"{platform.machine()}, {len(os.sched_getaffinity(0))} cores, {torch.get_num_threads()} threads",
         "accelerators": [_accelerator(i) for i in range(torch.cuda.device_count())] or "none that torch sees",
-        "kernels": list(BACKENDS),
+        "kernels": _kernels(),
     }
     return found if folder is None else found | _artifact_facts(Artifact(folder))
+
+
+def _kernels() -> list[str]:
+    """Backends, the one that is taken first."""
+    try:
+        others = [name for name in native.available() if name != native.selected()]
+    except native.Unavailable as e:
+        return [f"torch (no native ones for this processor: {e})"]
+    return [f"cpu ({native.selected()}; there are {', '.join(others)} too; {native.threads()} threads)", "torch"]
 
 
 def _version(name: str) -> str:

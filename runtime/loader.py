@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
 
@@ -13,9 +14,12 @@ from torch import Tensor
 
 from tutel_pack.artifact import Artifact
 from tutel_pack.errors import InputError, ResourceError
+from tutel_pack.kernels.ops import Weight
+from tutel_pack.kernels.threads import set_threads
 from tutel_pack.runtime.batch import Batch
 from tutel_pack.runtime.decoder import Decoder
 from tutel_pack.runtime.general import GeneralDecoder
+from tutel_pack.runtime.residence import resident
 from tutel_pack.spec import GENERAL, General, ModelSpec
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -34,11 +38,16 @@ def load_packed(
     device: torch.device | str = "auto",
     dtype: torch.dtype | None = None,
     backend: str = "auto",
+    threads: int | None = None,
+    mlock: bool = False,
+    prefault: bool = False,
 ) -> PackedModel:
-    """Load a packed artifact. Its weights stay packed; on a CPU they stay in the mapped files.
+    """Load a packed artifact. Its weights stay packed; on a CPU they stay in the mapped files, read when first used.
 
     device: "auto" takes a GPU if torch sees one, else the CPU.  dtype: of activations and the cache, bfloat16 if None.
     backend: the name of the kernels to run with, see kernels.ops.BACKENDS.
+    threads: of the CPU's operations, in the whole process; None is OMP_NUM_THREADS, else all processors it may run on.
+    prefault: read the weights now.  mlock: and keep them in memory. Both are for a CPU.
     InputError if `path` is no artifact, if it is damaged, or if an option is unknown; ResourceError if the device is
     not there or too small.
     """
@@ -46,8 +55,11 @@ def load_packed(
     if dtype not in DTYPES:
         raise InputError(f"Cannot compute in {dtype}: choose one of {', '.join(map(str, DTYPES))}.")
     artifact, device = Artifact(path), _device(device)
+    if threads is not None:
+        _set_threads(threads)
+    load = _loader(artifact, device, mlock, prefault)
     try:
-        decoder = _decoder(artifact, device, dtype, backend)
+        decoder = _decoder(artifact, load, device, dtype, backend)
     except torch.OutOfMemoryError as e:
         raise ResourceError(f"{path} ({artifact.nbytes / 1e9:.1f} GB) does not fit into the memory of {device}.") from e
     model = PackedModel(artifact, decoder)
@@ -55,10 +67,26 @@ def load_packed(
     return model
 
 
-def _decoder(artifact: Artifact, device: torch.device, dtype: torch.dtype, backend: str) -> Decoder | GeneralDecoder:
+def _set_threads(threads: int) -> None:
+    if not isinstance(threads, int) or threads < 1:
+        raise InputError(f"threads must be a whole number, 1 or more, not {threads!r}.")
+    set_threads(threads)
+
+
+def _loader(artifact: Artifact, device: torch.device, mlock: bool, prefault: bool) -> Callable[[str], Weight]:
+    if not mlock and not prefault:
+        return artifact.load
+    if device.type != "cpu":
+        raise InputError(f"mlock and prefault are for weights that stay in mapped files, not for those on {device}: leave them out.")
+    return resident(artifact.load, lock=mlock)
+
+
+def _decoder(
+    artifact: Artifact, load: Callable[[str], Weight], device: torch.device, dtype: torch.dtype, backend: str
+) -> Decoder | GeneralDecoder:
     if not isinstance(artifact.spec, General):
-        return Decoder(artifact.spec, artifact.load, device, dtype, backend)
-    return GeneralDecoder(artifact.spec, _config(artifact.path), artifact.load, device, dtype, backend)
+        return Decoder(artifact.spec, load, device, dtype, backend)
+    return GeneralDecoder(artifact.spec, _config(artifact.path), load, device, dtype, backend)
 
 
 def _config(folder: Path) -> dict:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tutel_pack.kernels.ops import Ops
+from tutel_pack.kernels.ops import Experts, Ops
 from tutel_pack.runtime.weights import Weights
 from tutel_pack.spec import Mlp, Moe
 
@@ -34,24 +34,26 @@ class MoeBlock:
     """
 
     def __init__(self, spec: Moe, prefix: str, names: dict[str, str], weights: Weights, ops: Ops):
-        self._spec, self._ops = spec, ops
+        self._ops = ops
         names = {part: prefix + name for part, name in names.items()}
-        self._router = weights(names["router"] + ".weight")
-        self._router_bias = weights(names["router"] + ".bias") if spec.router.bias else None
-        self._correction = weights(names["correction"]) if spec.router.correction else None
         experts = names["experts"]
-        self._experts = weights(experts + ".gate_up_proj"), weights(experts + ".down_proj")
-        parts = (".gate_up_proj_bias", ".down_proj_bias")
-        self._biases = [weights(experts + part) if spec.bias else None for part in parts]
+        biases = [weights(experts + part) if spec.bias else None for part in (".gate_up_proj_bias", ".down_proj_bias")]
+        self.experts = Experts(
+            spec, weights(names["router"] + ".weight"), weights(experts + ".gate_up_proj"), weights(experts + ".down_proj"),
+            weights(names["router"] + ".bias") if spec.router.bias else None,
+            weights(names["correction"]) if spec.router.correction else None, *biases,
+        )  # fmt: skip
         self._shared = DenseBlock(spec.shared, names["shared"], weights, ops) if spec.shared else None
         self._shared_gate = weights(names["shared_gate"] + ".weight") if spec.shared_gated else None
 
+    @property
+    def plain(self) -> bool:
+        """Whether it is nothing but `experts`."""
+        return self._shared is None
+
     def __call__(self, x: Tensor) -> Tensor:
         """x [T, H], normed -> [T, H]."""
-        ops, spec = self._ops, self._spec
-        # Routed in float32: a rounded logit picks another expert, and that is no small error.
-        ids, weights = ops.route(ops.linear(x.float(), self._router, self._router_bias), spec, self._correction)
-        routed = ops.moe(x, ids, weights, *self._experts, spec.activation, *self._biases)
+        routed = self._ops.routed(x, self.experts)
         return routed if self._shared is None else routed + self._shared_part(x)
 
     def _shared_part(self, x: Tensor) -> Tensor:

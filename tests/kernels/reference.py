@@ -60,6 +60,7 @@ def e4m3(byte: int) -> float:
 
 E4M3 = np.array([e4m3(b) for b in range(256)])
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+INT4 = np.array([0, 1, 2, 3, 4, 5, 6, 7, -8, -7, -6, -5, -4, -3, -2, -1], dtype=np.float64)
 
 
 def decode64(p: PackedTensor) -> np.ndarray:
@@ -89,13 +90,14 @@ def _elements(p: PackedTensor) -> np.ndarray:
     if p.format.per_item == 2:
         bytes_ = p.data.numpy()
         out = np.empty((bytes_.shape[0], 2 * bytes_.shape[1]))
-        out[:, 0::2], out[:, 1::2] = E2M1[bytes_ & 15], E2M1[bytes_ >> 4]
+        values = INT4 if p.format.name == "int4" else E2M1
+        out[:, 0::2], out[:, 1::2] = values[bytes_ & 15], values[bytes_ >> 4]
         return out
     return p.data.double().numpy()
 
 
 def _scales(p: PackedTensor) -> np.ndarray:
-    if p.format.name == "mxfp4":
+    if p.format.scale_dtype == torch.uint8:
         return 2.0 ** (p.scale.numpy().astype(np.float64) - 127)
     return E4M3[p.scale.view(torch.uint8).numpy()] if p.format.name == "nvfp4" else p.scale.double().numpy()
 
@@ -114,13 +116,15 @@ def random_packed(
         return PackedTensor(fmt, shape, segments, (torch.randn(stored, generator=g) * size).to(dtype))
     scale_dtype, grid = parts["_scale"]
     if fmt.name == "fp8":
-        data = (torch.randn(stored, generator=g) * 100).clamp(-448, 448).to(dtype)
-        return PackedTensor(fmt, shape, segments, data, _spread(grid, g) * size / 100)
-    data = torch.randint(256, stored, dtype=torch.uint8, generator=g)
-    if fmt.name == "mxfp4":
-        exponent = 127 + round(math.log2(size / 3))
+        data, unit = (torch.randn(stored, generator=g) * 100).clamp(-448, 448).to(dtype), size / 100
+    else:
+        data, unit = torch.randint(256, stored, dtype=torch.uint8, generator=g), size / 3
+    if scale_dtype == torch.uint8:
+        exponent = 127 + round(math.log2(unit))
         scale = torch.randint(exponent - 2, exponent + 2, grid, dtype=scale_dtype, generator=g)
         return PackedTensor(fmt, shape, segments, data, scale)
+    if fmt.name != "nvfp4":
+        return PackedTensor(fmt, shape, segments, data, (_spread(grid, g) * unit).to(scale_dtype))
     factors = _spread(parts["_scale_2"][1], g) * size / 60
     return PackedTensor(fmt, shape, segments, data, (_spread(grid, g) * 20).to(scale_dtype), factors)
 

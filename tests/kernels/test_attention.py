@@ -10,10 +10,18 @@ import pytest
 import torch
 from tests.kernels.reference import DTYPES, tolerance, worst_tile
 
-from tutel_pack.kernels.ops import Layout, get_ops
+from tutel_pack.kernels.cpu import native
+from tutel_pack.kernels.ops import BACKENDS, Layout, get_ops
 
 OPS = get_ops("torch")
 D = 32
+
+
+@pytest.fixture(autouse=True, params=list(BACKENDS))
+def every_backend(request, monkeypatch):
+    if request.param == "cpu" and not native.LIBRARY.exists():
+        pytest.skip("the native kernels were not built: there was no compiler")
+    monkeypatch.setitem(globals(), "OPS", get_ops(request.param))
 
 
 @dataclass
@@ -77,12 +85,14 @@ CASES = {
     "mixed": Case([0, 7, 30, 0], [12, 1, 6, 3]),  # what a scheduler's step looks like
     "nothing new": Case([0, 4, 0], [3, 0, 2]),  # a sequence that waits
     "block ends": Case([4, 5, 6], [1, 5, 4]),  # the last token is a block's last, or a block's only one
+    "few": Case([0, 7, 30, 2], [3, 1, 6, 0]),
     "one token": Case([0], [1]),
     "multi-head": Case([3], [9], heads=4, kv_heads=4),
     "multi-query": Case([3], [9], heads=6, kv_heads=1),
     "several query tiles": Case([3], [300]),  # 256 queries of 2 shared heads at a time
     "window": Case([0, 7, 30], [12, 1, 6], window=5),
     "window longer than the sequence": Case([0], [12], window=64),
+    "window over few": Case([0, 7, 30], [3, 1, 6], window=5),
     "window of one": Case([0, 9], [7, 1], window=1),
     "window over query tiles": Case([3], [300], window=40),
 }

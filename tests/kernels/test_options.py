@@ -13,10 +13,19 @@ from tests.kernels.test_attention import Case
 from tests.kernels.test_small_ops import assert_rounded_once, x_of
 
 from tutel_pack.kernels import torch_backend
-from tutel_pack.kernels.ops import Layout, get_ops
+from tutel_pack.kernels.cpu import native
+from tutel_pack.kernels.ops import BACKENDS, Layout, get_ops
 from tutel_pack.spec import ClampedSwiglu, Dynamic, Linear, Llama3, Moe, Rope, Router, Swiglu, Yarn
 
 OPS = get_ops("torch")
+
+
+@pytest.fixture(autouse=True, params=list(BACKENDS))
+def every_backend(request, monkeypatch):
+    if request.param == "cpu" and not native.LIBRARY.exists():
+        pytest.skip("the native kernels were not built: there was no compiler")
+    monkeypatch.setitem(globals(), "OPS", get_ops(request.param))
+
 
 # Attention
 
@@ -42,6 +51,7 @@ def expected_attention(case: Case, scale: float, sinks: np.ndarray | None) -> np
 CASES = {
     "mixed": ([0, 7, 30, 0], [12, 1, 6, 3], {}),
     "window": ([0, 7, 30], [12, 1, 6], {"window": 5}),
+    "few": ([0, 7, 30], [3, 1, 6], {"window": 6}),
     "one key": ([0], [1], {}),  # which shares its softmax with the sink alone
     "multi-query": ([3], [9], {"heads": 6, "kv_heads": 1}),
     "several query tiles": ([3], [300], {"window": 40}),

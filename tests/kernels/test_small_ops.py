@@ -11,12 +11,20 @@ from tests.kernels.reference import ALL_FORMATS, DTYPES, UNIT, decode64, random_
 
 from tutel_pack.errors import InputError
 from tutel_pack.formats import FORMATS
-from tutel_pack.kernels.ops import get_ops
+from tutel_pack.kernels.cpu import native
+from tutel_pack.kernels.ops import BACKENDS, get_ops
 from tutel_pack.spec import Moe, Rope, Router
 
 OPS = get_ops("torch")
 SLACK = 8 * UNIT[torch.float32]
 """What a few float32 operations on the way may add."""
+
+
+@pytest.fixture(autouse=True, params=list(BACKENDS))
+def every_backend(request, monkeypatch):
+    if request.param == "cpu" and not native.LIBRARY.exists():
+        pytest.skip("the native kernels were not built: there was no compiler")
+    monkeypatch.setitem(globals(), "OPS", get_ops(request.param))
 
 
 def x_of(*shape: int, dtype: torch.dtype, scale: float = 1.0) -> torch.Tensor:
@@ -130,7 +138,7 @@ def test_source_blocks_of_an_embedding():
 
 def test_the_backend_is_chosen_by_name_and_logged(caplog):
     with caplog.at_level(logging.INFO, "tutel_pack"):
-        assert get_ops("auto").name == "torch"
-    assert "backend torch" in caplog.text
-    with pytest.raises(InputError, match="'tensorrt': choose one of auto, torch"):
+        assert get_ops("torch").name == "torch"
+    assert "backend torch, as asked for" in caplog.text
+    with pytest.raises(InputError, match="'tensorrt': choose one of auto, cpu, torch"):
         get_ops("tensorrt")

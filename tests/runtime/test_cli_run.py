@@ -147,10 +147,10 @@ def test_load_options_reach_the_loader(monkeypatch):
         raise InputError(f"{path} {options}")
 
     monkeypatch.setitem(vars(tutel_pack), "load_packed", load)
-    stderr = tutel_run(
-        "generate", "x", "a", "--device", "cuda:1", "--dtype", "float32", "--backend", "torch", code=2
-    ).stderr
-    assert stderr == f"Error: x {dict(device='cuda:1', dtype=torch.float32, backend='torch')}\n"
+    words = "generate x a --device cuda:1 --dtype float32 --backend torch --threads 3 --mlock --prefault".split()
+    options = dict(dtype=torch.float32, device="cuda:1", backend="torch", threads=3, mlock=True, prefault=True)
+    assert tutel_run(*words, code=2).stderr == f"Error: x {options}\n"
+    assert "--threads" in tutel_run("generate", "x", "a", "--threads", "0", code=2).stderr
     assert "'dtype': None" in tutel_run("generate", "x", "a", code=2).stderr
 
 
@@ -425,3 +425,18 @@ def test_doctor_names_versions_kernels_and_the_path(artifact):
     found = json.loads(tutel_run("doctor", "--json").stdout)
     assert "path" not in found and found["tutel-pack"] == tutel_pack.__version__
     assert "not a packed artifact" in tutel_run("doctor", str(ROOT / "demo"), code=2).stderr
+
+
+def test_doctor_names_the_instruction_set_or_why_there_is_none(monkeypatch):
+    from tutel_pack.kernels.cpu import native
+
+    monkeypatch.setattr(native, "available", lambda: ["avx512", "avx2", "portable"])
+    monkeypatch.setattr(native, "selected", lambda: "avx2")
+    monkeypatch.setattr(native, "threads", lambda: 6)
+    assert "cpu (avx2; there are avx512, portable too; 6 threads), torch" in tutel_run("doctor").stdout
+
+    def missing():
+        raise native.Unavailable("it was not built: install a compiler")
+
+    monkeypatch.setattr(native, "available", missing)
+    assert "torch (no native ones for this processor: it was not built: install a compiler)" in tutel_run("doctor").stdout

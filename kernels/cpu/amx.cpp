@@ -1,0 +1,404 @@
+// Matrix products by AMX tiles. Rows of a weight are decoded, with their scales, to tiles of 16 rows × 32 bfloat16;
+// these are exact for FP4 formats (but for nvfp4's global factor, which is applied to the products) and rounded once for
+// the others. Vectors of x are the columns of the second operand, whose rows are pairs of columns of the weight.
+#include "avx512.h"
+
+namespace tp {
+namespace {
+
+constexpr int TILE_ROWS = 16, STEP = 32;      // of a tile of weights: rows, and columns of bfloat16
+constexpr int TILE = TILE_ROWS * STEP;        // its items
+constexpr int64_t BAND = 2 * TILE_ROWS;       // rows worked on at a time
+constexpr int64_t CHUNK = 256;                // columns decoded at a time: 16 KB, a third of the first cache
+constexpr int64_t PAIR = 32;                  // vectors of x worked on at a time
+
+// Tile registers: sums 0 … 3 (band half · 2 + vector half), weights 4 and 5, vectors 6 and 7.
+struct alignas(64) TileConfig {
+  uint8_t palette = 1, start_row = 0, reserved[14] = {};
+  uint16_t bytes[16] = {};
+  uint8_t rows[16] = {};
+
+  TileConfig(int64_t first, int64_t second) {
+    for (int t = 0; t < 8; t++) rows[t] = TILE_ROWS;
+    bytes[4] = bytes[5] = 64;
+    bytes[0] = bytes[2] = bytes[6] = static_cast<uint16_t>(4 * first);
+    bytes[1] = bytes[3] = bytes[7] = static_cast<uint16_t>(4 * (second ? second : first));
+  }
+
+  // gcc 12's own intrinsic does not say that it reads memory.
+  void load() const { asm volatile("ldtilecfg %0" ::"m"(*this) : "memory"); }
+};
+
+// How formats get their scales onto their elements: T::Item and T::read are of a row of scales, T::decode makes words of
+// raw bytes, and T::column(word) says which column of a group a word belongs to.
+
+// Products of element and scale in float32, rounded to bfloat16.
+template <class FORMAT>
+struct Rounded : FORMAT {
+  using F = FORMAT;
+
+  static void decode(typename F::Raw raw, const typename F::Item* scales, __m512i (&out)[F::vectors]) {
+    const auto e = F::decode(raw);
+    const __m512 scale = F::scale(scales);
+    for (int v = 0; v < F::vectors; v++) {
+      const __m512 low = _mm512_mul_ps(e.value[2 * v], scale), high = _mm512_mul_ps(e.value[2 * v + 1], scale);
+      out[v] = reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(high, low));
+    }
+  }
+};
+
+struct Unscaled : Bf16 {
+  using F = Bf16;
+  static constexpr int column(int i) { return i; }
+  static void decode(__m512i raw, const Item*, __m512i (&out)[1]) { out[0] = raw; }
+};
+
+// Each 16-bit word holds four codes; word i of vector j is that of column 4 · i + j.
+struct FourCodes {
+  static __m512i load(const uint8_t* p) { return _mm512_loadu_si512(p); }
+  static __m512i load_part(const uint8_t* p, int64_t n) { return _mm512_maskz_loadu_epi8(first_bytes(n), p); }
+  static constexpr int column(int i) { return 4 * (i % 32) + i / 32; }
+};
+
+inline __m512i nibbles(__m512i raw, const uint16_t* table, int j) {
+  const __m512i twice = _mm512_broadcast_i64x4(_mm256_load_si256(reinterpret_cast<const __m256i*>(table)));
+  return _mm512_permutexvar_epi16(_mm512_srli_epi16(raw, static_cast<unsigned>(4 * j)), twice);
+}
+
+// Word i of a vector has the columns of item i / per.
+inline __m512i spread(__m128i items, int per) {
+  const __m512i lane = _mm512_set_epi16(31, 30, 29, 28, 27, 26, 25, 24, 23, 22, 21, 20, 19, 18, 17, 16, 15, 14, 13, 12, 11,
+                                        10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
+  return _mm512_permutexvar_epi16(_mm512_srli_epi16(lane, per == 8 ? 3 : 2), _mm512_castsi128_si512(items));
+}
+
+// mxfp4: powers of two go into the exponents. The table holds elements times 2^125, from which a saturating subtraction
+// takes the rest: it leaves zeros alone. Scales below 2^−125 count as that; NaN, and what bfloat16 cannot hold, as 2^125.
+struct Exponents : Nibbles<E2m1Table, 32>, FourCodes {
+  using F = Nibbles<E2m1Table, 32>;
+  using FourCodes::column;
+  using FourCodes::load;
+  using FourCodes::load_part;
+
+  static void read(const Matrix& w, int64_t grid_row, Item* out) {
+    const int64_t n = w.w->grid_columns;
+    const uint8_t* codes = w.scale + grid_row * n;
+    for (int64_t i = 0; i < n; i += 32) {
+      const __mmask32 left = static_cast<__mmask32>(first_bytes(n - i < 32 ? n - i : 32));
+      __m256i code = _mm256_maskz_loadu_epi8(left, codes + i);
+      code = _mm256_min_epu8(_mm256_max_epu8(code, _mm256_set1_epi8(2)), _mm256_set1_epi8(static_cast<char>(252)));
+      _mm512_storeu_si512(out + i, _mm512_slli_epi16(_mm512_sub_epi16(_mm512_set1_epi16(252), _mm512_cvtepu8_epi16(code)), 7));
+    }
+  }
+
+  static void decode(__m512i raw, const Item* scales, __m512i (&out)[4]) {
+    alignas(32) static constexpr uint16_t large[16] = {0x0000, 0x7d80, 0x7e00, 0x7e40, 0x7e80, 0x7ec0, 0x7f00, 0x7f40,
+                                                       0x0000, 0xfd80, 0xfe00, 0xfe40, 0xfe80, 0xfec0, 0xff00, 0xff40};
+    const __m512i less = spread(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(scales)), 8);
+#pragma GCC unroll 4
+    for (int j = 0; j < 4; j++) out[j] = _mm512_subs_epu16(nibbles(raw, large, j), less);
+  }
+};
+
+// nvfp4: an element is a power of two, or 1.5 times one. A row has the bits of its scales and those of 1.5 times its
+// scales; an element adds to the exponent of one of the two. As above, exponents are 200 too large at first and what is
+// too much is subtracted. Bit 0 marks the elements with 1.5. Scales have no sign and are no NaN, as the format says.
+struct Significands : Nibbles<E2m1Table, 16>, FourCodes {
+  using F = Nibbles<E2m1Table, 16>;
+  using FourCodes::column;
+  using FourCodes::load;
+  using FourCodes::load_part;
+  static constexpr int BIAS = 200 << 7;
+
+  // What is subtracted for elements that are powers of two, and for the others; everything where the scale is zero.
+  static constexpr unsigned less(int code) { return code ? BIAS - e4m3_bits(code) : 0xffff; }
+  static constexpr unsigned less_more(int code) {
+    const unsigned bits = e4m3_bits(code), mantissa = bits & 0x7f;
+    // 1.5 · (128 + mantissa), which may need another exponent.
+    const unsigned larger = 192 + mantissa + mantissa / 2;
+    const unsigned more = larger < 256 ? (bits & 0x7f80) + larger - 128 : (bits & 0x7f80) + larger / 2;
+    return code ? BIAS + 1 - more : 0xffff;
+  }
+
+  // For every group 8 items of `less`, then 8 of `less_more`.
+  static void read(const Matrix& w, int64_t grid_row, Item* out) {
+    static constexpr WordTable LESS(less), LESS_MORE(less_more);
+    const int64_t n = w.w->grid_columns;
+    const uint8_t* codes = w.scale + grid_row * n;
+    for (int64_t i = 0; i < n; i += 64, out += 128) {
+      const __m512i code = _mm512_maskz_loadu_epi8(first_bytes(n - i < 64 ? n - i : 64), codes + i);
+      __m512i a[2], b[2];
+      LESS.look_up(code, _mm512_setzero_si512(), a);
+      LESS_MORE.look_up(code, _mm512_setzero_si512(), b);
+      // Lane l of a[0], b[0], a[1] and b[1] make the two groups 2 · l and 2 · l + 1.
+      const __m512i low0 = _mm512_shuffle_i64x2(a[0], a[1], 0x44), low1 = _mm512_shuffle_i64x2(b[0], b[1], 0x44);
+      const __m512i high0 = _mm512_shuffle_i64x2(a[0], a[1], 0xee), high1 = _mm512_shuffle_i64x2(b[0], b[1], 0xee);
+      const __m512i even_lanes = _mm512_set_epi64(13, 12, 5, 4, 9, 8, 1, 0), odd_lanes = _mm512_set_epi64(15, 14, 7, 6, 11, 10, 3, 2);
+      _mm512_storeu_si512(out, _mm512_permutex2var_epi64(low0, even_lanes, low1));
+      _mm512_storeu_si512(out + 32, _mm512_permutex2var_epi64(low0, odd_lanes, low1));
+      _mm512_storeu_si512(out + 64, _mm512_permutex2var_epi64(high0, even_lanes, high1));
+      _mm512_storeu_si512(out + 96, _mm512_permutex2var_epi64(high0, odd_lanes, high1));
+    }
+  }
+
+  static void decode(__m512i raw, const Item* scales, __m512i (&out)[4]) {
+    alignas(32) static constexpr uint16_t powers[16] = {0x0000, 0x6380, 0x6400, 0x6401, 0x6480, 0x6481, 0x6500, 0x6501,
+                                                        0x0000, 0xe380, 0xe400, 0xe401, 0xe480, 0xe481, 0xe500, 0xe501};
+    const __m512i less = spread(_mm_loadu_si128(reinterpret_cast<const __m128i*>(scales)), 4);
+    const __m512i less_more = spread(_mm_loadu_si128(reinterpret_cast<const __m128i*>(scales + 8)), 4);
+#pragma GCC unroll 4
+    for (int j = 0; j < 4; j++) {
+      const __m512i power = nibbles(raw, powers, j);
+      const __mmask32 more = _mm512_test_epi16_mask(power, _mm512_set1_epi16(1));
+      out[j] = _mm512_subs_epu16(power, _mm512_mask_mov_epi16(less, more, less_more));
+    }
+  }
+};
+
+template <class T>
+constexpr int ITEMS = SCALES<typename T::F>;  // of a row of scales, for a group
+template <>
+constexpr int ITEMS<Significands> = 16;
+
+template <class Call>
+auto with_tile_format(const tp_weight& w, Call&& call) {
+  if (w.format == TP_E2M1) return w.block_columns == 16 ? call(Significands{}) : call(Exponents{});
+  return with_format(w, [&](auto f) {
+    using F = decltype(f);
+    if constexpr (F::span == 0) return call(Unscaled{});
+    else return call(Rounded<F>{});
+  });
+}
+
+// Rows of a weight on their way to tiles.
+template <class T>
+struct Band {
+  const Matrix& w;
+  const int64_t groups_, size, scale_items;
+  typename T::Item* scales;
+  uint16_t* tiles;
+  const typename T::Item* row_scales[BAND];
+  float factor[BAND];
+  const uint8_t* data = nullptr;
+  int64_t rows = 0;
+
+  Band(const Matrix& matrix, int64_t chunk_groups)
+      : w(matrix),
+        groups_(groups<typename T::F>(*matrix.w)),
+        size(ceil_div(matrix.w->k * T::bytes, T::group)),
+        scale_items(groups_ * ITEMS<T> + 128) {
+    const size_t scale_bytes = BAND * scale_items * sizeof(typename T::Item);
+    scales = static_cast<typename T::Item*>(scratch(SLOT_SCALES, scale_bytes));
+    std::memset(scales, 0, scale_bytes);  // what lies behind a row's end must be finite
+    tiles = static_cast<uint16_t*>(scratch(SLOT_TILE, BAND * chunk_groups * T::group * sizeof(uint16_t)));
+  }
+
+  void start(int64_t row, int64_t count) {
+    rows = count;
+    data = w.data + row * w.w->row_bytes;
+    Matrix::Place place{0, row, 0};
+    typename T::Item* items = scales;
+    for (int64_t r = 0; r < count; r++) {
+      if (row + r == place.end || r == 0) {
+        place = w.place(row + r);
+        items = scales + r * scale_items;
+        T::read(w, place.grid_row, items);
+      }
+      row_scales[r] = items;
+      factor[r] = place.global;
+    }
+    for (int64_t r = count; r < BAND; r++) factor[r] = 0;
+  }
+
+  // Tiles of groups first … last − 1, those of a step for both halves of the band side by side.
+  void decode(int64_t first, int64_t last) const {
+    const bool final = last == groups_;
+    for (int64_t r = 0; r < rows; r++) {
+      const uint8_t* p = data + r * w.w->row_bytes;
+      // The same columns of the next chunk, or the first ones of the next band.
+      const uint8_t* next = final ? p + BAND * w.w->row_bytes : p + last * T::bytes;
+      uint16_t* out = tiles + r / TILE_ROWS * TILE + r % TILE_ROWS * STEP;
+      for (int64_t g = first; g < last; g++) {
+        __builtin_prefetch(next + (g - first) * T::bytes);
+        const int64_t left = size - g * T::bytes;
+        const auto raw = left > T::bytes ? T::load(p + g * T::bytes) : T::load_part(p + g * T::bytes, left);
+        __m512i words[T::vectors];
+        T::decode(raw, row_scales[r] + g * ITEMS<T>, words);
+        for (int v = 0; v < T::vectors; v++, out += 2 * TILE) _mm512_store_si512(out, words[v]);
+      }
+    }
+  }
+};
+
+template <bool TWO>
+void multiply(const uint16_t* tiles, int64_t steps, const uint16_t* x0, int64_t c0, const uint16_t* x1, int64_t c1) {
+  for (int64_t s = 0; s < steps; s++, tiles += 2 * TILE) {
+    _tile_loadd(6, x0 + s * STEP * c0, static_cast<int>(4 * c0));
+    _tile_loadd(4, tiles, 64);
+    _tile_dpbf16ps(0, 4, 6);
+    _tile_loadd(5, tiles + TILE, 64);
+    _tile_dpbf16ps(2, 5, 6);
+    if (TWO) {
+      _tile_loadd(7, x1 + s * STEP * c1, static_cast<int>(4 * c1));
+      _tile_dpbf16ps(1, 4, 7);
+      _tile_dpbf16ps(3, 5, 7);
+    }
+  }
+}
+
+// 16 × 16 float32, rows become columns.
+inline void transpose(__m512 (&m)[16]) {
+  __m512 t[16];
+  for (int i = 0; i < 16; i += 2) {
+    t[i] = _mm512_unpacklo_ps(m[i], m[i + 1]);
+    t[i + 1] = _mm512_unpackhi_ps(m[i], m[i + 1]);
+  }
+  for (int i = 0; i < 16; i += 4) {
+    for (int j = 0; j < 2; j++) {
+      const __m512d a = _mm512_castps_pd(t[i + j]), b = _mm512_castps_pd(t[i + j + 2]);
+      m[i + 2 * j] = _mm512_castpd_ps(_mm512_unpacklo_pd(a, b));
+      m[i + 2 * j + 1] = _mm512_castpd_ps(_mm512_unpackhi_pd(a, b));
+    }
+  }
+  for (int i = 0; i < 4; i++) {
+    t[i] = _mm512_shuffle_f32x4(m[i], m[i + 4], 0x88);
+    t[i + 4] = _mm512_shuffle_f32x4(m[i], m[i + 4], 0xdd);
+    t[i + 8] = _mm512_shuffle_f32x4(m[i + 8], m[i + 12], 0x88);
+    t[i + 12] = _mm512_shuffle_f32x4(m[i + 8], m[i + 12], 0xdd);
+  }
+  for (int i = 0; i < 4; i++) {
+    m[i] = _mm512_shuffle_f32x4(t[i], t[i + 8], 0x88);
+    m[i + 8] = _mm512_shuffle_f32x4(t[i], t[i + 8], 0xdd);
+    m[i + 4] = _mm512_shuffle_f32x4(t[i + 4], t[i + 12], 0x88);
+    m[i + 12] = _mm512_shuffle_f32x4(t[i + 4], t[i + 12], 0xdd);
+  }
+}
+
+inline __mmask16 lanes(int64_t n) { return static_cast<__mmask16>(n >= 16 ? 0xffff : (1u << n) - 1); }
+
+// The sums of 16 rows and up to 16 vectors, [row][vector], to out[vector · stride + row].
+void store_sums(const float* sums, int64_t rows, int64_t vectors, const float* factor, float* out, int64_t stride) {
+  const __m512 factors = _mm512_loadu_ps(factor);
+  __m512 m[16];
+  for (int i = 0; i < 16; i++) m[i] = _mm512_maskz_loadu_ps(lanes(vectors), sums + 16 * i);
+  transpose(m);
+#pragma GCC unroll 16
+  for (int v = 0; v < 16; v++) {
+    if (v < vectors) _mm512_mask_storeu_ps(out + v * stride, lanes(rows), _mm512_mul_ps(m[v], factors));
+  }
+}
+
+// Sums of a pair of blocks are on their way between chunks: [4 tiles][16 rows][16 vectors].
+constexpr int64_t SUMS = 4 * 256;
+
+inline void load_sums(const float* sums) {
+  _tile_loadd(0, sums, 64);
+  _tile_loadd(1, sums + 256, 64);
+  _tile_loadd(2, sums + 512, 64);
+  _tile_loadd(3, sums + 768, 64);
+}
+
+inline void clear_sums() {
+  _tile_zero(0);
+  _tile_zero(1);
+  _tile_zero(2);
+  _tile_zero(3);
+}
+
+inline void save_sums(float* sums) {
+  _tile_stored(0, sums, 64);
+  _tile_stored(1, sums + 256, 64);
+  _tile_stored(2, sums + 512, 64);
+  _tile_stored(3, sums + 768, 64);
+  asm volatile("" ::: "memory");
+}
+
+void store_products(const float* sums, const float* factor, int64_t rows, int64_t c0, int64_t c1, float* out, int64_t stride) {
+  for (int64_t half = 0; half < 2 && half * TILE_ROWS < rows; half++) {
+    const int64_t left = rows - half * TILE_ROWS, n = left < TILE_ROWS ? left : TILE_ROWS;
+    const float *from = sums + half * 512, *factors = factor + half * TILE_ROWS;
+    store_sums(from, n, c0, factors, out + half * TILE_ROWS, stride);
+    if (c1) store_sums(from + 256, n, c1, factors, out + half * TILE_ROWS + 16 * stride, stride);
+  }
+}
+
+template <class T>
+void products(const Matrix& w, int64_t first, int64_t last, const uint16_t* packed, int64_t vectors, float* out,
+              int64_t stride) {
+  const int64_t all = groups<typename T::F>(*w.w), padded = all * T::group;
+  const int64_t wide = vectors <= PAIR ? CHUNK : 2 * CHUNK;  // where sums are stored in between, less often
+  const int64_t chunk = wide / T::group < all ? wide / T::group : all;
+  Band<T> band(w, chunk);
+  float* sums = static_cast<float*>(scratch(SLOT_SUMS, ceil_div(vectors, PAIR) * SUMS * sizeof(float)));
+  int64_t configured0 = -1, configured1 = -1;
+  for (int64_t row = first; row < last; row += BAND) {
+    band.start(row, last - row < BAND ? last - row : BAND);
+    for (int64_t g = 0; g < all; g += chunk) {
+      const int64_t end = g + chunk < all ? g + chunk : all, steps = (end - g) * T::vectors;
+      band.decode(g, end);
+      asm volatile("" ::: "memory");
+      for (int64_t v = 0; v < vectors; v += PAIR) {
+        const int64_t left = vectors - v, c0 = left < 16 ? left : 16, c1 = left < 32 ? left - c0 : 16;
+        float* kept = sums + v / PAIR * SUMS;
+        if (c0 != configured0 || c1 != configured1) {
+          TileConfig(c0, c1).load();
+          configured0 = c0, configured1 = c1;
+        }
+        if (g == 0) clear_sums();
+        else if (vectors > PAIR) load_sums(kept);
+        const uint16_t *x0 = packed + v * padded + g * T::group * c0, *x1 = packed + (v + 16) * padded + g * T::group * c1;
+        if (c1) multiply<true>(band.tiles, steps, x0, c0, x1, c1);
+        else multiply<false>(band.tiles, steps, x0, c0, nullptr, 0);
+        if (end == all || vectors > PAIR) save_sums(kept);
+        if (end == all) store_products(kept, band.factor, band.rows, c0, c1, out + v * stride + row - first, stride);
+      }
+    }
+  }
+  _tile_release();
+}
+
+void products_of_any(const Matrix& w, int64_t first, int64_t last, const void* packed, int64_t vectors, float* out,
+                     int64_t stride) {
+  with_tile_format(*w.w, [&](auto t) {
+    products<decltype(t)>(w, first, last, static_cast<const uint16_t*>(packed), vectors, out, stride);
+  });
+}
+
+int64_t vector_bytes(const tp_weight& w) {
+  return with_tile_format(w, [&](auto t) { return groups<typename decltype(t)::F>(w) * decltype(t)::F::group * int64_t{2}; });
+}
+
+// Pairs of columns of all vectors side by side: out[pair][vector][2].
+void pack_tiles(const tp_weight& w, const void* const* xs, int count, int32_t from, void* out) {
+  with_tile_format(w, [&](auto t) {
+    using T = decltype(t);
+    uint32_t* pairs = static_cast<uint32_t*>(out);
+    for (int64_t start = 0; start < w.k; start += T::group) {
+      __m512i words[16][T::vectors];
+      for (int i = 0; i < count; i++) {
+        __m512i plain[T::vectors];
+        for (int v = 0; v < T::vectors; v++) plain[v] = load_words(xs[i], from, start + 32 * v, w.k);
+        permute(plain, ORDER<T>.column, words[i]);
+      }
+      for (int v = 0; v < T::vectors; v++, pairs += 16 * count) {
+        __m512 m[16];
+        for (int i = 0; i < 16; i++) m[i] = i < count ? _mm512_castsi512_ps(words[i][v]) : _mm512_setzero_ps();
+        if (count == 1) {
+          _mm512_storeu_ps(pairs, m[0]);
+          continue;
+        }
+        transpose(m);
+#pragma GCC unroll 16
+        for (int pair = 0; pair < 16; pair++) _mm512_mask_storeu_ps(pairs + pair * count, lanes(count), m[pair]);
+      }
+    }
+  });
+}
+
+constexpr Tiles TILES = {vector_bytes, pack_tiles, products_of_any};
+
+}  // namespace
+
+const Isa amx_isa = {"amx", packed_bytes, pack, dots_of_any, activate, add_scaled, store, load, read, attend, &TILES};
+
+}  // namespace tp

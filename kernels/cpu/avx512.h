@@ -1,0 +1,289 @@
+// Formats by AVX-512 with VBMI. A group is 64 bytes, whose elements are looked up in tables; products and sums are
+// float32. vdpbf16ps would take two cycles where two fused multiply-adds of the same products take one, see
+// bench/NOTES.md.
+#pragma once
+#include <immintrin.h>
+
+#include "dots.h"
+#include "elementwise.h"
+
+namespace tp {
+namespace {
+
+inline __m512bh as_bh(__m512i v) { return reinterpret_cast<__m512bh>(v); }
+inline __mmask64 first_bytes(int64_t n) { return n > 0 ? _bzhi_u64(~0ull, static_cast<unsigned>(n)) : 0; }
+
+inline __m512 even(__m512i v) { return _mm512_castsi512_ps(_mm512_slli_epi32(v, 16)); }
+inline __m512 odd(__m512i v) { return _mm512_castsi512_ps(_mm512_and_si512(v, _mm512_set1_epi32(-65536))); }
+
+// What groups of 64 bytes share. Elements are V pairs of float32 vectors; F::column(i) is the column of their i-th value.
+template <int V>
+struct Group {
+  using X = float;
+  using Raw = __m512i;
+  using Sum = __m512;
+  static constexpr int vectors = V, group = 32 * V, bytes = 64;
+  struct Elements {
+    __m512 value[2 * V];
+  };
+
+  static Raw load(const uint8_t* p) { return _mm512_loadu_si512(p); }
+  static Raw load_part(const uint8_t* p, int64_t n) { return _mm512_maskz_loadu_epi8(first_bytes(n), p); }
+
+  static Sum dot(Sum sum, const Elements& e, const X* x) {
+#pragma GCC unroll 8
+    for (int i = 0; i < 2 * V; i++) sum = _mm512_fmadd_ps(e.value[i], _mm512_load_ps(x + 16 * i), sum);
+    return sum;
+  }
+
+  static Sum add(Sum sum, const Elements& e, const X* x, __m512 scale) {
+    return _mm512_fmadd_ps(dot(_mm512_setzero_ps(), e, x), scale, sum);
+  }
+
+  static float reduce(Sum sum) { return _mm512_reduce_add_ps(sum); }
+
+  // The column of value i where vectors of 32 bfloat16 were split into even and odd words.
+  static constexpr int word(int i) { return i / 32 * 32 + i % 16 * 2 + i % 32 / 16; }
+};
+
+struct E2m1Table {
+  alignas(64) static constexpr float value[16] = {0, .5f, 1, 1.5f, 2, 3, 4, 6, -0.f, -.5f, -1, -1.5f, -2, -3, -4, -6};
+};
+struct Int4Table {
+  alignas(64) static constexpr float value[16] = {0, 1, 2, 3, 4, 5, 6, 7, -8, -7, -6, -5, -4, -3, -2, -1};
+};
+
+// The bfloat16 of an e4m3 without its sign.
+constexpr unsigned e4m3_bits(int code) {
+  const int exponent = code >> 3, mantissa = code & 7;
+  if (code == 127) return 0x7fc0;
+  if (exponent) return static_cast<unsigned>((exponent + 120) << 7 | mantissa << 4);
+  // mantissa · 2^−9, normalized: the highest bit of the mantissa becomes the hidden one.
+  const int top = mantissa >= 4 ? 2 : mantissa >= 2 ? 1 : 0;
+  return mantissa ? static_cast<unsigned>((127 - 9 + top) << 7 | ((mantissa << (7 - top)) & 0x7f)) : 0u;
+}
+
+// A table of words by the 7 bits of an e4m3's size, their two bytes apart.
+struct WordTable {
+  alignas(64) uint8_t high[128], low[128];
+
+  constexpr explicit WordTable(unsigned (*word)(int)) : high(), low() {
+    for (int code = 0; code < 128; code++) {
+      high[code] = static_cast<uint8_t>(word(code) >> 8);
+      low[code] = static_cast<uint8_t>(word(code) & 0xff);
+    }
+  }
+
+  // In the order that interleaving within 128-bit lanes leaves: codes 16 · l + i in words[0] and 16 · l + 8 + i in
+  // words[1], i < 8. The bits of `sign` are added.
+  void look_up(__m512i codes, __m512i sign, __m512i (&words)[2]) const {
+    const __m512i *h = reinterpret_cast<const __m512i*>(high), *l = reinterpret_cast<const __m512i*>(low);
+    const __m512i highs = _mm512_or_si512(sign, _mm512_permutex2var_epi8(h[0], codes, h[1]));
+    const __m512i lows = _mm512_permutex2var_epi8(l[0], codes, l[1]);
+    words[0] = _mm512_unpacklo_epi8(lows, highs);
+    words[1] = _mm512_unpackhi_epi8(lows, highs);
+  }
+};
+
+constexpr WordTable E4M3_WORDS(e4m3_bits);
+
+inline void decode_e4m3(__m512i codes, __m512i (&words)[2]) {
+  E4M3_WORDS.look_up(codes, _mm512_and_si512(codes, _mm512_set1_epi8(static_cast<char>(0x80))), words);
+}
+
+// A row of scales as bfloat16, which holds all types of scales but float32 exactly. Whole vectors are written.
+inline void read_words(const Matrix& m, int64_t grid_row, uint16_t* out) {
+  const int64_t n = m.w->grid_columns;
+  const uint8_t* bytes = m.scale + grid_row * n * Matrix::scale_bytes(m.w->scale_type);
+  for (int64_t i = 0; i < n; i += 32) {
+    if (m.w->scale_type == TP_SCALE_E8M0) {
+      const __m256i codes = _mm256_maskz_loadu_epi8(static_cast<__mmask32>(first_bytes(n - i < 32 ? n - i : 32)), bytes + i);
+      __m512i words = _mm512_slli_epi16(_mm512_cvtepu8_epi16(codes), 7);
+      words = _mm512_mask_mov_epi16(words, _mm256_testn_epi8_mask(codes, codes), _mm512_set1_epi16(0x0040));
+      words = _mm512_mask_mov_epi16(words, _mm256_cmpeq_epi8_mask(codes, _mm256_set1_epi8(-1)), _mm512_set1_epi16(0x7fc0));
+      _mm512_storeu_si512(out + i, words);
+    } else if (m.w->scale_type == TP_SCALE_BF16) {
+      const __mmask32 left = n - i >= 32 ? ~0u : _bzhi_u32(~0u, static_cast<unsigned>(n - i));
+      _mm512_storeu_si512(out + i, _mm512_maskz_loadu_epi16(left, bytes + 2 * i));
+    } else {
+      __m512i words[2];
+      decode_e4m3(_mm512_maskz_loadu_epi8(first_bytes(n - i < 64 ? n - i : 64), bytes + i), words);
+      const __m512i order = _mm512_set_epi64(11, 10, 3, 2, 9, 8, 1, 0);
+      _mm512_storeu_si512(out + i, _mm512_permutex2var_epi64(words[0], order, words[1]));
+      i += 32;
+      _mm512_storeu_si512(out + i, _mm512_permutex2var_epi64(words[0], _mm512_add_epi64(order, _mm512_set1_epi64(4)), words[1]));
+    }
+  }
+}
+
+// Each 32-bit word holds eight codes, of columns 8 · i … 8 · i + 7 for word i. The look-up takes the lowest four bits of
+// a word: the lower codes of its four bytes come by loads from the next three bytes, which are cheaper than shifts.
+template <class TABLE, int SPAN>
+struct Nibbles : Group<4> {
+  using Item = uint16_t;
+  static constexpr int span = SPAN;
+  struct Raw {
+    __m512i from[4];  // byte 0 … 3
+  };
+
+  static Raw load(const uint8_t* p) {
+    return {{_mm512_loadu_si512(p), _mm512_loadu_si512(p + 1), _mm512_loadu_si512(p + 2), _mm512_loadu_si512(p + 3)}};
+  }
+
+  static Raw load_part(const uint8_t* p, int64_t n) {
+    return {{_mm512_maskz_loadu_epi8(first_bytes(n), p), _mm512_maskz_loadu_epi8(first_bytes(n - 1), p + 1),
+             _mm512_maskz_loadu_epi8(first_bytes(n - 2), p + 2), _mm512_maskz_loadu_epi8(first_bytes(n - 3), p + 3)}};
+  }
+
+  static Elements decode(Raw raw) {
+    const __m512 table = _mm512_load_ps(TABLE::value);
+    Elements e;
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++) {
+      e.value[2 * i] = _mm512_permutexvar_ps(raw.from[i], table);
+      e.value[2 * i + 1] = _mm512_permutexvar_ps(_mm512_srli_epi32(raw.from[i], 4), table);
+    }
+    return e;
+  }
+
+  static void read(const Matrix& w, int64_t grid_row, Item* out) { read_words(w, grid_row, out); }
+
+  // Lane i of a sum has columns 8 · i … 8 · i + 7. A bfloat16 is the high half of a float32.
+  static __m512 scale(const Item* scales) {
+    const __m128i few = _mm_loadu_si128(reinterpret_cast<const __m128i*>(scales));
+    const __m512i lane = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
+    const __m512i high = _mm512_slli_epi32(_mm512_srli_epi32(lane, SPAN == 32 ? 2 : 1), 16);
+    return _mm512_castsi512_ps(_mm512_maskz_permutexvar_epi16(0xaaaaaaaa, high, _mm512_castsi128_si512(few)));
+  }
+
+  static constexpr int column(int i) { return 8 * (i % 16) + i / 16; }
+};
+
+// Interleaving bytes within 128-bit lanes leaves columns 16 · l + i in vector 0 and 16 · l + 8 + i in vector 1, i < 8.
+template <int SPAN>
+struct Fp8 : Group<2> {
+  using Item = float;
+  static constexpr int span = SPAN;
+
+  static Elements decode(Raw raw) {
+    __m512i words[2];
+    decode_e4m3(raw, words);
+    return {{even(words[0]), odd(words[0]), even(words[1]), odd(words[1])}};
+  }
+
+  static void read(const Matrix& w, int64_t grid_row, Item* out) { read_scales(w, grid_row, SPAN, out); }
+
+  // Lane i of a sum has columns of 16 · (i / 4) … + 15.
+  static __m512 scale(const float* scales) {
+    if (SPAN == 64) return _mm512_set1_ps(*scales);
+    const __m512 two = _mm512_castps128_ps512(_mm_castpd_ps(_mm_load_sd(reinterpret_cast<const double*>(scales))));
+    return _mm512_permutexvar_ps(_mm512_set_epi32(1, 1, 1, 1, 1, 1, 1, 1, 0, 0, 0, 0, 0, 0, 0, 0), two);
+  }
+
+  static constexpr int column(int i) {
+    const int w = word(i);
+    return w % 32 / 8 * 16 + w / 32 * 8 + w % 8;
+  }
+};
+
+struct Bf16 : Group<1> {
+  using Item = float;
+  static constexpr int span = 0;
+
+  static Elements decode(Raw raw) { return {{even(raw), odd(raw)}}; }
+  static void read(const Matrix&, int64_t, Item*) {}
+  static int scale(const Item*) { return 0; }
+  static Sum add(Sum sum, const Elements& e, const X* x, int) { return dot(sum, e, x); }
+  static constexpr int column(int i) { return word(i); }
+};
+
+template <class Call>
+auto with_format(const tp_weight& w, Call&& call) {
+  switch (w.format) {
+    case TP_E2M1: return w.block_columns == 16 ? call(Nibbles<E2m1Table, 16>{}) : call(Nibbles<E2m1Table, 32>{});
+    case TP_INT4: return call(Nibbles<Int4Table, 32>{});
+    case TP_E4M3: return span_of(w, 64) == 64 ? call(Fp8<64>{}) : call(Fp8<32>{});
+    default: return call(Bf16{});
+  }
+}
+
+// 32 values of x from column `start` on as bfloat16, float32 rounded to it; zeros behind its end.
+inline __m512i load_words(const void* x, int32_t dtype, int64_t start, int64_t k) {
+  const int64_t n = k - start;
+  if (dtype == TP_BFLOAT16) {
+    const __mmask32 words = n >= 32 ? ~0u : n > 0 ? _bzhi_u32(~0u, static_cast<unsigned>(n)) : 0;
+    return _mm512_maskz_loadu_epi16(words, static_cast<const uint16_t*>(x) + start);
+  }
+  const auto lanes = [](int64_t left) { return static_cast<__mmask16>(left >= 16 ? 0xffff : left > 0 ? (1u << left) - 1 : 0); };
+  const float* values = static_cast<const float*>(x) + start;
+  const __m512 low = _mm512_maskz_loadu_ps(lanes(n), values), high = _mm512_maskz_loadu_ps(lanes(n - 16), values + 16);
+  return reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(high, low));
+}
+
+// Words of a group in another order: words[i] of the result is word order[i] of `in`.
+template <int V>
+void permute(const __m512i (&in)[V], const uint16_t* order, __m512i (&out)[V]) {
+  for (int v = 0; v < V; v++) {
+    const __m512i index = _mm512_loadu_si512(order + 32 * v);
+    if (V == 1) {
+      out[v] = _mm512_permutexvar_epi16(index, in[0]);
+    } else {
+      out[v] = _mm512_permutex2var_epi16(in[0], index, in[V > 1]);
+      const __m512i high = _mm512_permutex2var_epi16(in[V > 2 ? 2 : 0], index, in[V > 2 ? 3 : 0]);
+      if (V > 2) out[v] = _mm512_mask_mov_epi16(out[v], _mm512_test_epi16_mask(index, _mm512_set1_epi16(64)), high);
+    }
+  }
+}
+
+template <class F>
+struct Order {
+  uint16_t column[F::group];
+
+  constexpr Order() : column() {
+    for (int i = 0; i < F::group; i++) column[i] = static_cast<uint16_t>(F::column(i));
+  }
+};
+
+template <class F>
+constexpr Order<F> ORDER;
+
+int64_t packed_bytes(const tp_weight& w) {
+  return with_format(w, [&](auto f) { return groups<decltype(f)>(w) * decltype(f)::group * int64_t{sizeof(float)}; });
+}
+
+template <class F>
+void pack_words(const void* x, int64_t start, int64_t k, float* out) {
+  __m512i plain[F::vectors], words[F::vectors];
+  for (int v = 0; v < F::vectors; v++) plain[v] = load_words(x, TP_BFLOAT16, start + 32 * v, k);
+  permute(plain, ORDER<F>.column, words);
+  for (int v = 0; v < F::vectors; v++) {
+    const __m512i low = _mm512_cvtepu16_epi32(_mm512_castsi512_si256(words[v]));
+    const __m512i high = _mm512_cvtepu16_epi32(_mm512_extracti64x4_epi64(words[v], 1));
+    _mm512_store_si512(out + 32 * v, _mm512_slli_epi32(low, 16));
+    _mm512_store_si512(out + 32 * v + 16, _mm512_slli_epi32(high, 16));
+  }
+}
+
+template <class F>
+void pack_floats(const float* x, int64_t start, int64_t k, float* out) {
+  for (int i = 0; i < F::group; i++) out[i] = start + F::column(i) < k ? x[start + F::column(i)] : 0.0f;
+}
+
+void pack(const tp_weight& w, const void* x, int32_t from, void* out) {
+  with_format(w, [&](auto f) {
+    using F = decltype(f);
+    float* packed = static_cast<float*>(out);
+    for (int64_t start = 0; start < w.k; start += F::group) {
+      if (from == TP_BFLOAT16) pack_words<F>(x, start, w.k, packed + start);
+      else pack_floats<F>(static_cast<const float*>(x), start, w.k, packed + start);
+    }
+  });
+}
+
+void dots_of_any(const Matrix& w, int64_t first, int64_t last, const void* const* xs, int vectors, float* out,
+                 int64_t stride) {
+  with_format(*w.w, [&](auto f) { dots_of<decltype(f)>(w, first, last, xs, vectors, out, stride); });
+}
+
+}  // namespace
+}  // namespace tp

@@ -1,0 +1,305 @@
+"""The operations of ops.py by the C++ of this folder, in float32 and bfloat16.
+
+Native are `linear` and `moe` of mxfp4, nvfp4, int4, fp8 and bfloat16 weights, and what lies between them when tokens
+are decoded. Everything else is torch's, and so are activations in float16 and weights that `native.describe` has no
+kernel for.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from tutel_pack.errors import ResourceError
+from tutel_pack.kernels import torch_backend
+from tutel_pack.kernels.cpu import native
+from tutel_pack.kernels.ops import Experts, Heads, Layer, Layout, Weight
+from tutel_pack.kernels.torch_backend import (  # noqa: F401  what is not native
+    embedding,
+    latent_attention,
+    rope,
+    rotation,
+    swiglu,
+    top_positions,
+)
+from tutel_pack.spec import ClampedSwiglu, Moe, Swiglu
+
+_library = native.library()
+_linear, _linears, _moe, _routed = _library.tp_linear, _library.tp_linears, _library.tp_moe, _library.tp_routed
+_rms_norm, _route, _place_heads = _library.tp_rms_norm, _library.tp_route, _library.tp_place_heads
+_attend, _layer_step = _library.tp_attend, _library.tp_layer_step
+
+_DTYPES = native.DTYPES
+
+FEW = 8
+"""New tokens of a sequence that attention takes one by one."""
+
+_known: dict[int, tuple[weakref.ref, int]] = {}
+"""By id of a weight: a reference to it, and where its description is, 0 if there is none."""
+
+_described: dict[int, native.Weight] = {}
+
+
+def _place(w: Weight) -> int:
+    """Address of a weight's description, 0 where there is no kernel for it. Described once."""
+    found = _known.get(id(w))
+    return found[1] if found is not None and found[0]() is w else _describe(w)
+
+
+def _describe(w: Weight) -> int:
+    key, description = id(w), native.describe(w)
+
+    def forget(_, key=key):
+        _known.pop(key, None)
+        _described.pop(key, None)
+
+    _described[key] = description
+    _known[key] = weakref.ref(w, forget), ctypes.addressof(description) if description else 0
+    return _known[key][1]
+
+
+def _bias(bias: Tensor | None) -> tuple[int | None, int, Tensor | None]:
+    """(address, dtype, the tensor to be kept) of a bias."""
+    if bias is None:
+        return None, 0, None
+    if bias.dtype not in _DTYPES:
+        bias = bias.float()
+    bias = bias.contiguous()
+    return bias.data_ptr(), _DTYPES[bias.dtype], bias
+
+
+def _check(status: int) -> None:
+    if status == 1:
+        raise IndexError("an expert id is outside −1 … experts − 1")
+    if status == 2:
+        raise ResourceError("There is not enough memory for this many tokens at once: run fewer or shorter sequences.")
+
+
+def linear(x: Tensor, w: Weight, bias: Tensor | None) -> Tensor:
+    place, dtype = _place(w), _DTYPES.get(x.dtype)
+    if not place or dtype is None:
+        return torch_backend.linear(x, w, bias)
+    x, out = x.contiguous(), x.new_empty(len(x), w.shape[0])
+    address, bias_dtype, _kept = _bias(bias)
+    _check(_linear(place, x.data_ptr(), len(x), dtype, address, bias_dtype, out.data_ptr()))
+    return out
+
+
+def moe(
+    x: Tensor, ids: Tensor, weights: Tensor, gate_up: Weight, down: Weight, activation: Swiglu | ClampedSwiglu,
+    gate_up_bias: Tensor | None, down_bias: Tensor | None,
+) -> Tensor:  # fmt: skip
+    gate_up_place, down_place, dtype = _place(gate_up), _place(down), _DTYPES.get(x.dtype)
+    if not gate_up_place or not down_place or dtype is None:
+        return torch_backend.moe(x, ids, weights, gate_up, down, activation, gate_up_bias, down_bias)
+    x, ids, weights, out = x.contiguous(), ids.contiguous(), weights.contiguous(), torch.empty_like(x)
+    clamped = isinstance(activation, ClampedSwiglu)
+    limit, alpha, shift = (activation.limit, activation.alpha, activation.shift) if clamped else (0.0, 0.0, 0.0)
+    first, first_dtype, _first = _bias(gate_up_bias)
+    second, second_dtype, _second = _bias(down_bias)
+    _check(_moe(
+        gate_up_place, down_place, x.data_ptr(), ids.data_ptr(), weights.data_ptr(), len(x), ids.shape[1], dtype,
+        limit, alpha, shift, first, first_dtype, second, second_dtype, out.data_ptr(),
+    ))  # fmt: skip
+    return out
+
+
+def linears(x: Tensor, parts: Sequence[tuple[Weight, Tensor | None]]) -> list[Tensor]:
+    places, dtype = [_place(w) for w, _ in parts], _DTYPES.get(x.dtype)
+    biases = [bias for _, bias in parts]
+    same = len({bias is not None and bias.dtype for bias in biases}) == 1
+    if dtype is None or not all(places) or not same or (biases[0] is not None and biases[0].dtype not in _DTYPES):
+        return [linear(x, w, bias) for w, bias in parts]
+    tokens, rows = x.shape[0], [w.shape[0] for w, _ in parts]
+    x, out = x.contiguous(), x.new_empty(tokens * sum(rows))
+    pointers = ctypes.c_void_p * len(parts)
+    addresses = None if biases[0] is None else pointers(*(bias.data_ptr() for bias in biases))
+    bias_dtype = 0 if addresses is None else _DTYPES[biases[0].dtype]
+    _check(_linears(
+        len(parts), pointers(*places), x.data_ptr(), tokens, dtype, addresses, bias_dtype, out.data_ptr()
+    ))  # fmt: skip
+    return [part.view(tokens, n) for part, n in zip(out.split([tokens * n for n in rows]), rows)]
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    dtype, weight_dtype = _DTYPES.get(x.dtype), _DTYPES.get(weight.dtype)
+    if dtype is None or weight_dtype is None:
+        return torch_backend.rms_norm(x, weight, eps)
+    x, weight, out = x.contiguous(), weight.contiguous(), torch.empty_like(x, memory_format=torch.contiguous_format)
+    n = weight.shape[0]
+    _check(_rms_norm(
+        x.data_ptr(), x.numel() // n, n, dtype, weight.data_ptr(), weight_dtype, eps, out.data_ptr()
+    ))  # fmt: skip
+    return out
+
+
+def route(logits: Tensor, spec: Moe, correction: Tensor | None) -> tuple[Tensor, Tensor]:
+    logits, tokens = logits.float().contiguous(), logits.shape[0]
+    ids, weights = torch.empty(tokens, spec.top_k, dtype=torch.int64), torch.empty(tokens, spec.top_k)
+    router = native.describe_router(spec, correction)
+    _check(_route(ctypes.addressof(router), logits.data_ptr(), tokens, ids.data_ptr(), weights.data_ptr()))
+    return ids, weights
+
+
+_layers: weakref.WeakKeyDictionary[Heads | Experts | Layer, ctypes.Structure | None] = weakref.WeakKeyDictionary()
+"""What is the same for all tokens of a layer, described once."""
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, layout: Layout,
+    rotation: tuple[Tensor, Tensor] | None, heads: Heads,
+) -> Tensor | None:  # fmt: skip
+    if heads not in _layers:
+        _layers[heads] = _describe_heads(q, keys, rotation, heads)
+    place = _layers[heads]
+    if place is None or q.dtype != keys.dtype or _DTYPES[q.dtype] != place.dtype:
+        return None
+    q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+    tokens, turned = q.shape[0], torch.empty_like(q)
+    cosines, sines = (r.data_ptr() for r in rotation) if rotation else (None, None)
+    _check(_place_heads(
+        ctypes.addressof(place), tokens, q.data_ptr(), k.data_ptr(), v.data_ptr(), cosines, sines,
+        layout.slots.data_ptr(), turned.data_ptr(), keys.data_ptr(), values.data_ptr(),
+    ))  # fmt: skip
+    turned = turned.view(tokens, place.heads, place.width)
+    return attention(turned, keys, values, layout, heads.window, heads.scale, heads.sinks).view(tokens, -1)
+
+
+def attention(
+    q: Tensor, keys: Tensor, values: Tensor, layout: Layout, window: int | None,
+    scale: float | None, sinks: Tensor | None,
+) -> Tensor:  # fmt: skip
+    if layout not in _layouts:
+        _layouts[layout] = _describe_layout(layout)
+    place, (_, _, kv_heads, width) = _layouts[layout], keys.shape
+    heads, dtype = q.shape[1], _DTYPES.get(q.dtype)
+    fits = dtype is not None and keys.dtype == q.dtype and width % 16 == 0 and width <= 512 and heads <= 128 * kv_heads
+    if place is None or not fits or not (keys.is_contiguous() and values.is_contiguous()):
+        return torch_backend.attention(q, keys, values, layout, window, scale, sinks)
+    described = _describe_attention(heads, keys, window, scale, sinks, dtype)
+    q, out = q.contiguous(), torch.empty_like(q, memory_format=torch.contiguous_format)
+    _check(_attend(
+        ctypes.addressof(described), place.address, q.data_ptr(), keys.data_ptr(), values.data_ptr(), out.data_ptr()
+    ))  # fmt: skip
+    return out
+
+
+def _describe_attention(heads: int, keys: Tensor, window, scale, sinks: Tensor | None, dtype: int) -> native.Attention:
+    _, block_size, kv_heads, width = keys.shape
+    sinks = None if sinks is None else sinks.float()
+    found = native.Attention(
+        heads, kv_heads, width, block_size, window or 0, None if sinks is None else sinks.data_ptr(),
+        width**-0.5 if scale is None else scale, dtype,
+    )  # fmt: skip
+    found.keep = sinks
+    return found
+
+
+_layouts: weakref.WeakKeyDictionary[Layout, native.Layout | None] = weakref.WeakKeyDictionary()
+
+
+def _describe_layout(layout: Layout) -> native.Layout | None:
+    """None where a sequence has so many new tokens that a product of matrices is faster."""
+    starts, lengths = list(layout.starts), list(layout.lengths)
+    if max(stop - start for start, stop in zip(starts, starts[1:])) > FEW:
+        return None
+    addresses = [table.data_ptr() for table in layout.tables]
+    arrays = [
+        (ctypes.c_int64 * len(starts))(*starts), (ctypes.c_int64 * len(lengths))(*lengths),
+        (ctypes.c_void_p * len(addresses))(*addresses),
+    ]  # fmt: skip
+    found = native.Layout(len(lengths), *map(ctypes.addressof, arrays))
+    found.keep, found.address = arrays, ctypes.addressof(found)
+    return found
+
+
+def _describe_heads(q: Tensor, keys: Tensor, rotation: tuple[Tensor, Tensor] | None, heads: Heads) -> native.Heads | None:
+    norms = heads.q_norm, heads.k_norm
+    if q.dtype not in _DTYPES or any(n is not None and (n.dtype not in _DTYPES or not n.is_contiguous()) for n in norms):
+        return None
+    kv_heads, width = keys.shape[2:]
+    q_norm, k_norm = (None if n is None else n.data_ptr() for n in norms)
+    return native.Heads(
+        q.shape[1] // width, kv_heads, width, 2 * rotation[0].shape[1] if rotation else 0, q_norm, k_norm,
+        0 if norms[0] is None else _DTYPES[norms[0].dtype], heads.interleaved, _DTYPES[q.dtype], heads.eps,
+    )  # fmt: skip
+
+
+def routed(x: Tensor, experts: Experts) -> Tensor | None:
+    if experts not in _layers:
+        _layers[experts] = _describe_experts(experts)
+    place, dtype = _layers[experts], _DTYPES.get(x.dtype)
+    if place is None or dtype is None:
+        return None
+    x, out = x.contiguous(), torch.empty_like(x)
+    _check(_routed(ctypes.addressof(place), x.data_ptr(), x.shape[0], dtype, out.data_ptr()))
+    return out
+
+
+def _describe_experts(e: Experts) -> native.Experts | None:
+    places = [_place(w) for w in (e.router, e.gate_up, e.down)]
+    if not all(places):
+        return None
+    router, activation = native.describe_router(e.spec, e.correction), e.spec.activation
+    clamped = isinstance(activation, ClampedSwiglu)
+    limit, alpha, shift = (activation.limit, activation.alpha, activation.shift) if clamped else (0.0, 0.0, 0.0)
+    biases = [_bias(bias) for bias in (e.router_bias, e.gate_up_bias, e.down_bias)]
+    vectors = [native.Vector(address, dtype) for address, dtype, _ in biases]
+    found = native.Experts(*places, ctypes.addressof(router), *vectors, limit, alpha, shift)
+    found.keep = router, biases
+    return found
+
+
+def layer(
+    x: Tensor, layer: Layer, keys: Tensor, values: Tensor, layout: Layout, rotation: tuple[Tensor, Tensor] | None
+) -> Tensor | None:
+    if layout not in _layouts:
+        _layouts[layout] = _describe_layout(layout)
+    where = _layouts[layout]
+    if where is None:
+        return None
+    if layer not in _layers:
+        _layers[layer] = _describe_layer(x, layer, keys, values, rotation)
+    place = _layers[layer]
+    if place is None or place.made_for != (x.dtype, keys.dtype, keys.shape[1:]):
+        return None
+    out = x.clone(memory_format=torch.contiguous_format)
+    cosines, sines = (r.data_ptr() for r in rotation) if rotation else (None, None)
+    _check(_layer_step(
+        place.address, where.address, out.data_ptr(), x.shape[0], cosines, sines,
+        layout.slots.data_ptr(), keys.data_ptr(), values.data_ptr(),
+    ))  # fmt: skip
+    return out
+
+
+def _describe_layer(
+    x: Tensor, layer: Layer, keys: Tensor, values: Tensor, rotation: tuple[Tensor, Tensor] | None
+) -> native.Layer | None:
+    """None where one of its parts has no kernel."""
+    projections = [*layer.qkv, layer.output]
+    places, dtype = [_place(w) for w, _ in projections], _DTYPES.get(x.dtype)
+    rows, (kv_heads, width) = layer.qkv[0][0].shape[0], keys.shape[2:]
+    norms = layer.input_norm, layer.post_norm
+    fits = dtype is not None and keys.dtype == x.dtype and width % 16 == 0 and width <= 512 and rows <= 128 * kv_heads * width
+    if not fits or not all(places) or any(n.dtype not in _DTYPES for n in norms):
+        return None
+    heads = _describe_heads(x.new_empty(1, rows), keys, rotation, layer.heads)
+    experts = _describe_experts(layer.experts)
+    if heads is None or experts is None or not (keys.is_contiguous() and values.is_contiguous()):
+        return None
+    h = layer.heads
+    attended = _describe_attention(rows // width, keys, h.window, h.scale, h.sinks, dtype)
+    vectors = [_bias(v) for v in (*norms, *(bias for _, bias in projections))]
+    norm_vectors, biases = vectors[:2], vectors[2:]
+    found = native.Layer(
+        *(native.Vector(address, kind) for address, kind, _ in norm_vectors), (ctypes.c_void_p * 4)(*places),
+        (native.Vector * 4)(*(native.Vector(address, kind) for address, kind, _ in biases)),
+        ctypes.addressof(heads), ctypes.addressof(attended), ctypes.addressof(experts), layer.eps,
+    )  # fmt: skip
+    found.keep = heads, attended, experts, vectors
+    found.address, found.made_for = ctypes.addressof(found), (x.dtype, keys.dtype, keys.shape[1:])
+    return found

@@ -1,0 +1,110 @@
+// Products of packed rows with a few vectors, for any format F of an instruction set:
+//
+//   F::X                  item of a packed vector
+//   F::group, F::bytes    columns worked on at a time, and the bytes they take in a row
+//   F::span               columns that one item of a row of scales stands for; 0 without scales
+//   F::Item, F::read      item of a row of scales, and how a row is read
+//   F::load, F::load_part the raw bytes of a group, whole or cut short (filled up with zeros)
+//   F::decode             raw bytes -> elements without their scales
+//   F::scale              scales of a group -> what add() takes
+//   F::add                sum + (elements · x) × scale
+//   F::reduce             a sum's lanes -> float
+//   F::column             which column of a group the i-th item of a packed vector is
+#pragma once
+#include <utility>
+
+#include "isa.h"
+#include "scales.h"
+#include "threads.h"
+
+namespace tp {
+namespace {
+
+constexpr int64_t AHEAD = 4096;  // bytes of a weight fetched ahead of their use; hardware stops at a page's end
+
+template <class F>
+int64_t groups(const tp_weight& w) {
+  return ceil_div(w.k, F::group);
+}
+
+template <class F>
+constexpr int SCALES = F::span ? F::group / (F::span ? F::span : 1) : 0;  // of a group
+
+// Room for rows of scales; what lies behind a row's end, where a last group may look, is zero.
+template <class F>
+typename F::Item* scale_rows(const tp_weight& w, int64_t rows, int64_t& stride) {
+  stride = groups<F>(w) * SCALES<F> + 64;
+  const size_t size = rows * stride * sizeof(typename F::Item);
+  void* items = scratch(SLOT_SCALES, size);
+  std::memset(items, 0, size);
+  return static_cast<typename F::Item*>(items);
+}
+
+// Products of a row with M vectors. The vectors are a parameter pack and not a loop, so that the compiler sees sums with
+// constant indices and keeps them in registers.
+template <class F, class V>
+struct Row;
+
+template <class F, int... V>
+struct Row<F, std::integer_sequence<int, V...>> {
+  static constexpr int count = sizeof...(V);
+  using X = typename F::X;
+  using Sum = typename F::Sum;
+  using Item = typename F::Item;
+
+  __attribute__((always_inline)) static void add(Sum (&sum)[count], const X* const (&x)[count], int64_t g,
+                                                 typename F::Raw raw, const Item* scales) {
+    const auto elements = F::decode(raw);
+    const auto scale = F::scale(scales + g * SCALES<F>);
+    ((sum[V] = F::add(sum[V], elements, x[V] + g * F::group, scale)), ...);
+  }
+
+  // `size` bytes at `data`; out[v] are the sums over all columns.
+  static void multiply(const uint8_t* data, int64_t size, const Item* scales, const void* const* xs, float* out) {
+    const X* const x[count] = {static_cast<const X*>(xs[V])...};
+    Sum sum[count] = {((void)V, Sum{})...};
+    // The last group is read as if it were cut short: nothing behind a row's end is touched by any format.
+    const int64_t whole = (size - 1) / F::bytes;
+    for (int64_t g = 0; g < whole; g++) {
+      __builtin_prefetch(data + g * F::bytes + AHEAD);
+      add(sum, x, g, F::load(data + g * F::bytes), scales);
+    }
+    add(sum, x, whole, F::load_part(data + whole * F::bytes, size - whole * F::bytes), scales);
+    ((out[V] = F::reduce(sum[V])), ...);
+  }
+};
+
+template <class F, int M>
+void dots(const Matrix& w, int64_t first, int64_t last, const void* const* xs, float* out, int64_t stride) {
+  const int64_t size = ceil_div(w.w->k * F::bytes, F::group);
+  int64_t scale_stride;
+  typename F::Item* scales = scale_rows<F>(*w.w, 1, scale_stride);
+  Matrix::Place place{0, first, 0};
+  for (int64_t row = first; row < last; row++) {
+    if (row == place.end) {
+      place = w.place(row);
+      F::read(w, place.grid_row, scales);
+    }
+    float products[M];
+    Row<F, std::make_integer_sequence<int, M>>::multiply(w.data + row * w.w->row_bytes, size, scales, xs, products);
+    for (int v = 0; v < M; v++) out[v * stride + row - first] = products[v] * place.global;
+  }
+}
+
+template <class F>
+void dots_of(const Matrix& w, int64_t first, int64_t last, const void* const* xs, int vectors, float* out, int64_t stride) {
+  static_assert(MAX_BATCH == 8, "one case per number of vectors");
+  switch (vectors) {
+    case 1: return dots<F, 1>(w, first, last, xs, out, stride);
+    case 2: return dots<F, 2>(w, first, last, xs, out, stride);
+    case 3: return dots<F, 3>(w, first, last, xs, out, stride);
+    case 4: return dots<F, 4>(w, first, last, xs, out, stride);
+    case 5: return dots<F, 5>(w, first, last, xs, out, stride);
+    case 6: return dots<F, 6>(w, first, last, xs, out, stride);
+    case 7: return dots<F, 7>(w, first, last, xs, out, stride);
+    case 8: return dots<F, 8>(w, first, last, xs, out, stride);
+  }
+}
+
+}  // namespace
+}  // namespace tp

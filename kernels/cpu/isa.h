@@ -1,0 +1,70 @@
+// What an instruction set offers: the table of functions that each of portable.cpp, avx2.cpp, … fills in.
+//
+// Their code is compiled with flags of its own. Everything in the headers they share is in an unnamed namespace, and
+// none of them uses templates of the standard library: the linker keeps one copy of a function that several files have,
+// and it could be one that the processor does not know.
+#pragma once
+#include <cstdint>
+
+#include "weight.h"
+
+namespace tp {
+
+struct Activation {
+  float limit, alpha, shift;  // as spec.ClampedSwiglu; limit 0 means plain swiglu
+};
+
+// Products by a matrix unit, for many vectors of bfloat16. Blocks of up to 16 vectors are packed together.
+struct Tiles {
+  // A block of `count` vectors takes count · vector_bytes.
+  int64_t (*vector_bytes)(const tp_weight& w);
+  void (*pack)(const tp_weight& w, const void* const* xs, int count, int32_t from, void* out);
+
+  // out[v · stride + row − first] = w[row] · x[v], for rows first … last − 1 and any number of vectors, packed in whole
+  // blocks and a last one that may be smaller.
+  void (*products)(const Matrix& w, int64_t first, int64_t last, const void* packed, int64_t vectors, float* out,
+                   int64_t stride);
+};
+
+constexpr int64_t ATTEND = 32, ATTEND_WIDTH = 512, ATTEND_QUERIES = 128;  // positions, values and queries at most
+
+struct Isa {
+  const char* name;
+
+  // The order of a packed vector's columns is an instruction set's and a format's own: `pack` writes x [k] of dtype
+  // `from` as `packed_bytes`.
+  int64_t (*packed_bytes)(const tp_weight& w);
+  void (*pack)(const tp_weight& w, const void* x, int32_t from, void* out);
+
+  // out[v · stride + row − first] = w[row] · xs[v], for rows first … last − 1 and up to MAX_BATCH vectors.
+  void (*dots)(const Matrix& w, int64_t first, int64_t last, const void* const* xs, int vectors, float* out,
+               int64_t stride);
+
+  // gate = activation(gate, up), n values each.
+  void (*activate)(float* gate, const float* up, int64_t n, Activation activation);
+
+  // total[i] += factor · x[i]; and rounding to a dtype.
+  void (*add_scaled)(float* total, const float* x, float factor, int64_t n);
+  void (*store)(const float* x, int32_t dtype, void* out, int64_t n);
+  void (*load)(const void* x, int32_t dtype, float* out, int64_t n);
+
+  // Reads memory and does nothing else.
+  uint64_t (*read)(const void* data, int64_t bytes);
+
+  // Adds n ≤ ATTEND positions of one head of keys and values, `stride` items apart, to what `queries` of `width` values
+  // have so far: results [queries, 2 + width] are the largest logit, the sum of weights, and the weighted values.
+  void (*attend)(const float* q, int64_t queries, int64_t width, const void* keys, const void* values, int64_t stride,
+                 int32_t dtype, int64_t n, float* results);
+
+  const Tiles* tiles;  // null where there are none
+};
+
+extern const Isa portable_isa;
+#ifdef __x86_64__
+extern const Isa avx2_isa, avx512_isa, amx_isa;
+#endif
+
+// The instruction set in use: the best one here, or the one that was chosen by name.
+const Isa& isa();
+
+}  // namespace tp

@@ -1,0 +1,161 @@
+#include "moe.h"
+
+#include <algorithm>
+
+namespace tp {
+namespace {
+
+constexpr int64_t PIECES = 8 << 20;  // values of experts' results kept before they are summed up
+constexpr int64_t GRAIN = 16;        // rows that threads do not divide
+constexpr int64_t DECODING = 4;      // what decoding a row costs, in multiplications with it
+
+}  // namespace
+
+bool Moe::sort(const int64_t* ids, int64_t tokens, int64_t k) {
+  tokens_ = tokens;
+  k_ = k;
+  const int64_t slots = tokens * k, experts = down_.experts;
+  std::vector<int64_t> next(experts + 1, 0);
+  for (int64_t s = 0; s < slots; s++) {
+    if (ids[s] < -1 || ids[s] >= experts) return false;
+    if (ids[s] >= 0) next[ids[s] + 1]++;
+  }
+  for (int64_t e = 0; e < experts; e++) {
+    if (next[e + 1]) runs_.push_back({e, next[e], next[e + 1]});
+    next[e + 1] += next[e];
+  }
+  order_.resize(next[experts]);
+  token_of_.resize(next[experts]);
+  place_of_.assign(slots, -1);
+  for (int64_t s = 0; s < slots; s++) {
+    if (ids[s] < 0) continue;
+    const int64_t place = next[ids[s]]++;
+    order_[place] = s;
+    token_of_[place] = s / k;
+    place_of_[s] = place;
+  }
+  return true;
+}
+
+// Calls work(part) for this member's share of `rows` rows of every run, in the order of memory. Shares cost the same.
+template <class Work>
+void Moe::for_parts(const Member& me, int64_t rows, Work&& work) const {
+  int64_t total = 0;
+  for (const Run& run : runs_) total += (DECODING + run.count) * rows;
+  const int64_t begin = total * me.index / me.count, end = total * (me.index + 1) / me.count;
+  int64_t start = 0;
+  for (const Run& run : runs_) {
+    const int64_t cost = DECODING + run.count;
+    // The same cost always gives the same row, so that one member's last row is before the next one's first.
+    const auto row = [&](int64_t at) {
+      const int64_t r = (std::clamp<int64_t>(at - start, 0, cost * rows) / cost + GRAIN - 1) / GRAIN * GRAIN;
+      return std::min(rows, r);
+    };
+    const int64_t first = row(begin), last = row(end);
+    if (first < last) work(Part{&run, first, last});
+    start += cost * rows;
+  }
+}
+
+void Moe::gate_and_up(const Part& part, const Packed& x, float* inner) const {
+  const Run& run = *part.run;
+  const int64_t half = down_.k;
+  const Matrix matrix(gate_up_, run.expert);
+  float* gate = static_cast<float*>(scratch(SLOT_PRODUCTS, (2 * run.count + 2) * ROWS * sizeof(float)));
+  float *up = gate + run.count * ROWS, *gate_bias = up + run.count * ROWS, *up_bias = gate_bias + ROWS;
+  for (int64_t row = part.first; row < part.last; row += ROWS) {
+    const int64_t n = std::min(ROWS, part.last - row), bias = run.expert * 2 * half + row;
+    x.products(matrix, row, row + n, &token_of_[run.first], run.first, run.count, gate, ROWS);
+    x.products(matrix, half + row, half + row + n, &token_of_[run.first], run.first, run.count, up, ROWS);
+    load_bias(gate_up_bias_, bias, n, gate_bias);
+    load_bias(gate_up_bias_, bias + half, n, up_bias);
+    for (int64_t i = 0; i < run.count; i++) {
+      float *g = gate + i * ROWS, *u = up + i * ROWS;
+      isa().add_scaled(g, gate_bias, 1.0f, n);
+      isa().add_scaled(u, up_bias, 1.0f, n);
+      isa().activate(g, u, n, activation_);
+      std::copy(g, g + n, inner + (run.first + i) * half + row);
+    }
+  }
+}
+
+// Rows row … row + rows − 1 of the outputs, of this member's share of the tokens' values.
+void Moe::sum(const Member& me, const float* pieces, int64_t row, int64_t rows, int64_t stride, const float* weights,
+              int32_t dtype, void* out) const {
+  int64_t first, last;
+  me.share(tokens_ * rows, 64, first, last);
+  float* total = static_cast<float*>(scratch(SLOT_PRODUCTS, rows * sizeof(float)));
+  while (first < last) {
+    const int64_t t = first / rows, r = first % rows, n = std::min(rows - r, last - first);
+    std::fill(total, total + n, 0.0f);
+    for (int64_t j = t * k_; j < (t + 1) * k_; j++) {
+      if (place_of_[j] >= 0) isa().add_scaled(total, pieces + place_of_[j] * stride + r, weights[j], n);
+    }
+    isa().store(total, dtype, at(out, dtype, t * down_.n + row + r), n);
+    first += n;
+  }
+}
+
+bool Moe::run(const void* x, const int64_t* ids, const float* weights, int64_t tokens, int64_t k, int32_t dtype,
+              void* out) {
+  if (!sort(ids, tokens, k)) return false;
+  const int64_t slots = static_cast<int64_t>(order_.size()), h = down_.n, i = down_.k;
+  const int64_t runs = std::max<int64_t>(1, static_cast<int64_t>(runs_.size())), mean = ceil_div(slots, runs);
+  const bool tiles = tiles_pay(gate_up_, mean) && tiles_are_right(gate_up_, x, dtype, tokens * h);
+  const bool tiles_inner = dtype == TP_BFLOAT16 && tiles_pay(down_, mean);
+  // Tiles take the tokens of an expert as a block, and a token as often as it has experts.
+  const Packed packed(gate_up_, tiles ? slots : tokens, tiles, SLOT_PACKED);
+  const Packed packed_inner(down_, slots, tiles_inner, SLOT_PACKED_INNER);
+  const int64_t tile = std::clamp(PIECES / std::max<int64_t>(1, slots) / GRAIN * GRAIN, GRAIN, h + GRAIN);
+  float* inner = static_cast<float*>(scratch(SLOT_INNER, (slots * i + 1) * sizeof(float)));
+  float* pieces = static_cast<float*>(scratch(SLOT_PIECES, (slots * std::min(tile, h) + 1) * sizeof(float)));
+
+  tp::run([&](const Member& me) {
+    if (tiles) {
+      pack_runs(me, packed, dtype, [&](int64_t p) { return at(x, dtype, token_of_[p] * h); });
+    } else {
+      int64_t first, last;
+      me.share(tokens, 1, first, last);
+      packed.pack(first, last, dtype, [&](int64_t t) { return at(x, dtype, t * h); });
+    }
+    me.barrier();
+    for_parts(me, i, [&](const Part& part) { gate_and_up(part, packed, inner); });
+    me.barrier();
+    pack_runs(me, packed_inner, TP_FLOAT, [&](int64_t p) { return inner + p * i; });
+    for (int64_t row = 0; row < h; row += tile) {
+      const int64_t rows = std::min(tile, h - row);
+      me.barrier();
+      for_parts(me, rows, [&](const Part& part) { down(part, packed_inner, row, rows, pieces); });
+      me.barrier();
+      sum(me, pieces, row, rows, rows, weights, dtype, out);
+    }
+  });
+  return true;
+}
+
+// Every run is packed as a whole; members take turns at blocks of them.
+template <class X>
+void Moe::pack_runs(const Member& me, const Packed& packed, int32_t from, X&& x) const {
+  int64_t block = 0;
+  for (const Run& run : runs_) {
+    for (int64_t done = 0; done < run.count; done += BLOCK, block++) {
+      if (block % me.count != me.index) continue;
+      packed.pack(run.first + done, run.first + std::min(done + BLOCK, run.count), from, x);
+    }
+  }
+}
+
+// Results of the rows of `part` behind `row`, of the `rows` that pieces [slots, rows] are kept of.
+void Moe::down(const Part& part, const Packed& inner, int64_t row, int64_t rows, float* pieces) const {
+  const Run& run = *part.run;
+  const int64_t n = part.last - part.first;
+  const Matrix matrix(down_, run.expert);
+  float* piece = pieces + run.first * rows + part.first;
+  inner.products(matrix, row + part.first, row + part.last, nullptr, run.first, run.count, piece, rows);
+  if (!down_bias_.data) return;
+  float* bias = static_cast<float*>(scratch(SLOT_PRODUCTS, n * sizeof(float)));
+  load_bias(down_bias_, run.expert * down_.n + row + part.first, n, bias);
+  for (int64_t p = 0; p < run.count; p++) isa().add_scaled(piece + p * rows, bias, 1.0f, n);
+}
+
+}  // namespace tp

@@ -1,0 +1,228 @@
+"""The shared library of this folder, through ctypes: it is found, checked and described here.
+
+Its functions release the GIL. `TUTEL_PACK_ISA` forces an instruction set (portable, avx2, avx512, amx), for tests.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from tutel_pack.errors import InputError
+from tutel_pack.formats import PackedTensor
+from tutel_pack.spec import Moe
+
+LIBRARY = Path(__file__).resolve().parent / "libtutel_pack_cpu.so"
+"""What the package's build makes where there is a compiler."""
+
+_INTERFACE = 4
+
+_BYTES, _P, _I32, _I64, _F32 = ctypes.c_char_p, ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_float
+_FUNCTIONS = {
+    "tp_interface": (_I32, ()),
+    "tp_select": (_I32, (_BYTES,)),
+    "tp_selected": (_BYTES, ()),
+    "tp_available": (_BYTES, ()),
+    "tp_threads": (_I32, ()),
+    "tp_set_threads": (None, (_I32,)),
+    "tp_linear": (_I32, (_P, _P, _I64, _I32, _P, _I32, _P)),
+    "tp_moe": (_I32, (_P, _P, _P, _P, _P, _I64, _I64, _I32, _F32, _F32, _F32, _P, _I32, _P, _I32, _P)),
+    "tp_linears": (_I32, (_I64, _P, _P, _I64, _I32, _P, _I32, _P)),
+    "tp_rms_norm": (_I32, (_P, _I64, _I64, _I32, _P, _I32, _F32, _P)),
+    "tp_route": (_I32, (_P, _P, _I64, _P, _P)),
+    "tp_place_heads": (_I32, (_P, _I64, _P, _P, _P, _P, _P, _P, _P, _P, _P)),
+    "tp_attend": (_I32, (_P, _P, _P, _P, _P, _P)),
+    "tp_routed": (_I32, (_P, _P, _I64, _I32, _P)),
+    "tp_layer_step": (_I32, (_P, _P, _P, _I64, _P, _P, _P, _P, _P)),
+    "tp_read": (ctypes.c_uint64, (_P, _I64)),
+}
+
+
+class Unavailable(Exception):
+    """Why there is no library to use, as a clause of a sentence."""
+
+
+@cache
+def library() -> ctypes.CDLL:
+    """The library, with the instruction set of the environment. Unavailable if it is not there or does not fit,
+    InputError if the environment asks for an instruction set that this processor lacks."""
+    if not LIBRARY.exists():
+        raise Unavailable("it was not built: install a C++17 compiler and then tutel-pack again")
+    try:
+        found = ctypes.CDLL(str(LIBRARY))
+        for name, (result, arguments) in _FUNCTIONS.items():
+            function = getattr(found, name)
+            function.restype, function.argtypes = result, arguments
+    except (OSError, AttributeError) as e:
+        raise Unavailable(f"it cannot be loaded ({e}): install tutel-pack again") from e
+    if found.tp_interface() != _INTERFACE:
+        raise Unavailable("it was built from another version: install tutel-pack again")
+    if wanted := os.environ.get("TUTEL_PACK_ISA"):
+        _select(found, wanted)
+    return found
+
+
+def _select(found: ctypes.CDLL, name: str | None) -> None:
+    if found.tp_select(None if name is None else name.encode()):
+        have = found.tp_available().decode().replace(",", ", ")
+        raise InputError(f"This processor has no instruction set {name!r}: choose one of {have}.")
+
+
+def select(name: str | None) -> None:
+    """Run by this instruction set from now on, by the best one here if None. InputError if the processor lacks it.
+    Not while operations run."""
+    _select(library(), name)
+
+
+def selected() -> str:
+    """The instruction set in use."""
+    return library().tp_selected().decode()
+
+
+def available() -> list[str]:
+    """The instruction sets that this processor has, best first."""
+    return library().tp_available().decode().split(",")
+
+
+def threads() -> int:
+    """How many threads work: OMP_NUM_THREADS, else the processors this process may run on, unless set."""
+    return library().tp_threads()
+
+
+def set_threads(n: int) -> None:
+    """Work on n threads from now on."""
+    library().tp_set_threads(n)
+
+
+def read(data: Tensor) -> None:
+    """Read a contiguous tensor's memory on all threads, and do nothing else: the limit that products are held to."""
+    library().tp_read(data.data_ptr(), data.nbytes)
+
+
+class Weight(ctypes.Structure):
+    """tp_weight of weight.h, with the tensors it points into."""
+
+    _fields_ = [
+        ("data", _P), ("scale", _P), ("global_scale", _P), ("segments", _P),
+        ("experts", _I64), ("n", _I64), ("k", _I64),
+        ("row_bytes", _I64), ("expert_bytes", _I64),
+        ("grid_columns", _I64), ("expert_scales", _I64),
+        ("block_rows", _I64), ("block_columns", _I64),
+        ("segment_count", _I32), ("format", _I32), ("scale_type", _I32), ("unused", _I32),
+    ]  # fmt: skip
+
+
+_FORMATS = {"mxfp4": 0, "nvfp4": 0, "int4": 1, "fp8": 2, "bf16": 3}
+_E8M0 = torch.uint8
+_SCALES = {None: 0, torch.float32: 1, _E8M0: 2, torch.float8_e4m3fn: 3, torch.bfloat16: 4}
+DTYPES = {torch.float32: 0, torch.bfloat16: 1}
+"""Of activations and biases."""
+
+
+def describe(w: Tensor | PackedTensor) -> Weight | None:
+    """A weight as the library takes it; None if that has no kernel for it: a plain one that is not bfloat16, blocks of
+    fp8 whose width is no multiple of 32, or memory that is not laid out row after row."""
+    if isinstance(w, PackedTensor):
+        fmt, data, scale, factors, segments = w.format, w.data, w.scale, w.global_scale, w.segments
+        name, block = fmt.name, fmt.block
+    else:
+        name, data, scale, factors, segments, block = "", w, None, None, (w.shape[-2],), None
+        name = "bf16" if w.dtype == torch.bfloat16 else ""
+    n, k = w.shape[-2:]
+    parts = [p for p in (data, scale, factors) if p is not None]
+    if name not in _FORMATS or any(p.device.type != "cpu" or not p.is_contiguous() for p in parts):
+        return None
+    if name == "fp8" and block[1] < k and block[1] % 32:
+        return None
+    experts = w.shape[0] if len(w.shape) == 3 else 1
+    rows = (_I64 * len(segments))(*segments)
+    found = Weight(
+        data=data.data_ptr(), scale=None if scale is None else scale.data_ptr(),
+        global_scale=None if factors is None else factors.data_ptr(), segments=ctypes.addressof(rows),
+        experts=experts, n=n, k=k, row_bytes=data.stride(-2) * data.itemsize,
+        expert_bytes=n * data.stride(-2) * data.itemsize,
+        grid_columns=0 if scale is None else scale.shape[-1],
+        expert_scales=0 if scale is None else scale.shape[-2] * scale.shape[-1],
+        block_rows=block[0] if block else n, block_columns=block[1] if block else k,
+        segment_count=len(segments), format=_FORMATS[name], scale_type=_SCALES[None if scale is None else scale.dtype],
+    )  # fmt: skip
+    found.keep = (rows, *parts)
+    return found
+
+
+class Router(ctypes.Structure):
+    """tp_router of small_ops.h."""
+
+    _fields_ = [
+        ("experts", _I64), ("chosen", _I64), ("groups", _I64), ("top_groups", _I64), ("correction", _P),
+        ("score", _I32), ("renormalize", _I32), ("epsilon", _F32), ("scale", _F32),
+    ]  # fmt: skip
+
+
+class Heads(ctypes.Structure):
+    """tp_heads of small_ops.h."""
+
+    _fields_ = [
+        ("heads", _I64), ("kv_heads", _I64), ("width", _I64), ("rotated", _I64), ("q_norm", _P), ("k_norm", _P),
+        ("norm_dtype", _I32), ("interleaved", _I32), ("dtype", _I32), ("eps", _F32),
+    ]  # fmt: skip
+
+
+class Layout(ctypes.Structure):
+    """tp_layout of attention.h."""
+
+    _fields_ = [("sequences", _I64), ("starts", _P), ("lengths", _P), ("tables", _P)]
+
+
+class Attention(ctypes.Structure):
+    """tp_attention of attention.h."""
+
+    _fields_ = [
+        ("heads", _I64), ("kv_heads", _I64), ("width", _I64), ("block_size", _I64), ("window", _I64), ("sinks", _P),
+        ("scale", _F32), ("dtype", _I32),
+    ]  # fmt: skip
+
+
+class Vector(ctypes.Structure):
+    """tp_vector of weight.h."""
+
+    _fields_ = [("data", _P), ("dtype", _I32)]
+
+
+class Experts(ctypes.Structure):
+    """tp_experts of layer.h."""
+
+    _fields_ = [
+        ("router_weight", _P), ("gate_up", _P), ("down", _P), ("router", _P),
+        ("router_bias", Vector), ("gate_up_bias", Vector), ("down_bias", Vector),
+        ("limit", _F32), ("alpha", _F32), ("shift", _F32),
+    ]  # fmt: skip
+
+
+class Layer(ctypes.Structure):
+    """tp_layer of layer.h."""
+
+    _fields_ = [
+        ("input_norm", Vector), ("post_norm", Vector), ("weights", _P * 4), ("biases", Vector * 4),
+        ("heads", _P), ("attention", _P), ("experts", _P), ("eps", _F32),
+    ]  # fmt: skip
+
+
+_SCORE_NUMBERS = {"softmax": 0, "sigmoid": 1, "sqrtsoftplus": 2, "softmax_chosen": 3}
+
+
+def describe_router(spec: Moe, correction: Tensor | None) -> Router:
+    """A router as the library takes it."""
+    r = spec.router
+    correction = None if correction is None else correction.float().contiguous()
+    found = Router(
+        spec.experts, spec.top_k, r.groups, r.top_groups, None if correction is None else correction.data_ptr(),
+        _SCORE_NUMBERS[r.score], r.renormalize, r.epsilon, r.scale,
+    )  # fmt: skip
+    found.keep = correction
+    return found

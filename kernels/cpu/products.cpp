@@ -1,0 +1,89 @@
+#include "products.h"
+
+#include <algorithm>
+#include <cstring>
+#include <numeric>
+
+namespace tp {
+
+void load_bias(tp_vector bias, int64_t first, int64_t n, float* out) {
+  if (bias.data) isa().load(at(bias.data, bias.dtype, first), bias.dtype, out, n);
+  else std::fill(out, out + n, 0.0f);
+}
+
+namespace {
+
+// Whether all values are bfloat16 in fact: logits are computed in float32, from hidden states that were rounded.
+bool fits_bf16(const float* x, int64_t n) {
+  uint32_t below = 0;
+  for (int64_t i = 0; i < n; i++) {
+    uint32_t bits;
+    std::memcpy(&bits, x + i, sizeof bits);
+    below |= bits;
+  }
+  return (below & 0xffff) == 0;
+}
+
+}  // namespace
+
+bool tiles_pay(const tp_weight& w, int64_t vectors) {
+  return isa().tiles && vectors >= (w.format == TP_E2M1 || w.format == TP_INT4 ? 4 : 6);
+}
+
+bool tiles_are_right(const tp_weight& w, const void* x, int32_t dtype, int64_t n) {
+  if (dtype == TP_BFLOAT16) return true;
+  const bool exact = w.format == TP_E2M1 || w.format == TP_BF16;
+  return exact && fits_bf16(static_cast<const float*>(x), n);
+}
+
+Packed::Packed(const tp_weight& w, int64_t n, bool tiles, Slot slot)
+    : w_(w),
+      tiles_(tiles),
+      bytes_(tiles ? isa().tiles->vector_bytes(w) : isa().packed_bytes(w)),
+      data_(static_cast<char*>(scratch(slot, n * bytes_))) {}
+
+void Packed::products(const Matrix& m, int64_t first, int64_t last, const int64_t* which, int64_t start, int64_t count,
+                      float* out, int64_t stride) const {
+  if (tiles_) return isa().tiles->products(m, first, last, place(start), count, out, stride);
+  for (int64_t done = 0; done < count; done += MAX_BATCH) {
+    const int n = static_cast<int>(std::min(MAX_BATCH, count - done));
+    const void* xs[MAX_BATCH];
+    for (int v = 0; v < n; v++) xs[v] = place(which ? which[done + v] : start + done + v);
+    isa().dots(m, first, last, xs, n, out + done * stride, stride);
+  }
+}
+
+void linear(const tp_weight& w, const void* x, int64_t tokens, int32_t dtype, tp_vector bias, void* out) {
+  const Packed packed(w, tokens, tiles_pay(w, tokens) && tiles_are_right(w, x, dtype, tokens * w.k), SLOT_PACKED);
+  const Matrix matrix(w, 0);
+  run([&](const Member& me) {
+    int64_t first, last;
+    me.share(tokens, BLOCK, first, last);
+    packed.pack(first, last, dtype, [&](int64_t t) { return at(x, dtype, t * w.k); });
+    me.barrier();
+    float* products = static_cast<float*>(scratch(SLOT_PRODUCTS, (tokens + 1) * ROWS * sizeof(float)));
+    float* biases = products + tokens * ROWS;
+    me.share(w.n, BLOCK, first, last);
+    for (int64_t row = first; row < last; row += ROWS) {
+      const int64_t n = std::min(ROWS, last - row);
+      packed.products(matrix, row, row + n, nullptr, 0, tokens, products, ROWS);
+      load_bias(bias, row, n, biases);
+      for (int64_t t = 0; t < tokens; t++) {
+        if (bias.data) isa().add_scaled(products + t * ROWS, biases, 1.0f, n);
+        isa().store(products + t * ROWS, dtype, at(out, dtype, t * w.n + row), n);
+      }
+    }
+  });
+}
+
+uint64_t read_all(const void* data, int64_t bytes) {
+  std::vector<uint64_t> sums(threads());
+  run([&](const Member& me) {
+    int64_t first, last;
+    me.share(bytes, 4096, first, last);
+    sums[me.index] = isa().read(static_cast<const char*>(data) + first, last - first);
+  });
+  return std::accumulate(sums.begin(), sums.end(), uint64_t{0});
+}
+
+}  // namespace tp

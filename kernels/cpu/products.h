@@ -1,0 +1,70 @@
+#pragma once
+#include <cstdint>
+#include <vector>
+
+#include "isa.h"
+#include "threads.h"
+
+namespace tp {
+
+void linear(const tp_weight& w, const void* x, int64_t tokens, int32_t dtype, tp_vector bias, void* out);
+uint64_t read_all(const void* data, int64_t bytes);
+
+constexpr int64_t ROWS = 64;  // of a weight that are multiplied at a time: they and their products stay in the cache
+constexpr int64_t BLOCK = 16; // vectors that tiles take together
+
+inline int64_t item_bytes(int32_t dtype) { return dtype == TP_FLOAT ? 4 : 2; }
+
+inline const void* at(const void* x, int32_t dtype, int64_t item) {
+  return static_cast<const char*>(x) + item * item_bytes(dtype);
+}
+
+inline void* at(void* x, int32_t dtype, int64_t item) { return static_cast<char*>(x) + item * item_bytes(dtype); }
+
+// out[i] = the bias's items from `first` on; zeros where there is none.
+void load_bias(tp_vector bias, int64_t first, int64_t n, float* out);
+
+// Whether products with so many vectors are cheaper by tiles.
+bool tiles_pay(const tp_weight& w, int64_t vectors);
+
+// Whether tiles lose nothing that a result of this dtype has: they take weights and x, n values, as bfloat16.
+bool tiles_are_right(const tp_weight& w, const void* x, int32_t dtype, int64_t n);
+
+// Vectors in the order that the products of a weight want, one by one or in blocks for tiles.
+class Packed {
+ public:
+  // Room for n vectors, in the calling thread's slot.
+  Packed(const tp_weight& w, int64_t n, bool tiles, Slot slot);
+
+  // Packs vectors first … last − 1 of a range that is packed together; x(i) is where vector i is.
+  template <class X>
+  void pack(int64_t first, int64_t last, int32_t from, X&& x) const {
+    if (!tiles_) {
+      for (int64_t i = first; i < last; i++) isa().pack(w_, x(i), from, place(i));
+      return;
+    }
+    for (int64_t i = first; i < last; i += BLOCK) {
+      const void* xs[BLOCK];
+      const int count = static_cast<int>(last - i < BLOCK ? last - i : BLOCK);
+      for (int j = 0; j < count; j++) xs[j] = x(i + j);
+      isa().tiles->pack(w_, xs, count, from, place(i));
+    }
+  }
+
+  // Products of rows first … last − 1 with `count` vectors: out[i · stride + row − first]. The vectors are
+  // which[0 … count − 1], or if it is null those from `start` on. Tiles take whole ranges as they were packed.
+  void products(const Matrix& m, int64_t first, int64_t last, const int64_t* which, int64_t start, int64_t count,
+                float* out, int64_t stride) const;
+
+  bool tiles() const { return tiles_; }
+
+ private:
+  char* place(int64_t i) const { return data_ + i * bytes_; }
+
+  const tp_weight& w_;
+  const bool tiles_;
+  const int64_t bytes_;
+  char* const data_;
+};
+
+}  // namespace tp

@@ -1,0 +1,177 @@
+#include "small_ops.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <vector>
+
+namespace tp {
+namespace {
+
+constexpr int64_t ALONE = 1 << 15;  // values that one thread is done with before others have woken up
+
+// Calls work(i) for 0 … n − 1, on all threads where that many values are worth it.
+template <class Work>
+void for_each(int64_t n, int64_t values, Work&& work) {
+  if (n * values <= ALONE) {
+    for (int64_t i = 0; i < n; i++) work(i);
+    return;
+  }
+  run([&](const Member& me) {
+    int64_t first, last;
+    me.share(n, 1, first, last);
+    for (int64_t i = first; i < last; i++) work(i);
+  });
+}
+
+// The calling thread's memory for n values of each of two vectors.
+float* values_of(int64_t n) {
+  thread_local std::vector<float> values;
+  if (static_cast<int64_t>(values.size()) < 2 * n) values.resize(2 * n);
+  return values.data();
+}
+
+float sum_of_squares(const float* x, int64_t n) {
+  float sums[16] = {};
+  int64_t i = 0;
+  for (; i + 16 <= n; i += 16) {
+    for (int j = 0; j < 16; j++) sums[j] += x[i + j] * x[i + j];
+  }
+  for (; i < n; i++) sums[0] += x[i] * x[i];
+  for (int half = 8; half; half /= 2) {
+    for (int j = 0; j < half; j++) sums[j] += sums[j + half];
+  }
+  return sums[0];
+}
+
+void norm_row(const void* x, int64_t n, int32_t dtype, tp_vector weight, float eps, void* out) {
+  float *y = values_of(n), *w = y + n;
+  isa().load(x, dtype, y, n);
+  isa().load(weight.data, weight.dtype, w, n);
+  const float factor = 1.0f / std::sqrt(sum_of_squares(y, n) / static_cast<float>(n) + eps);
+  for (int64_t i = 0; i < n; i++) y[i] = y[i] * factor * w[i];
+  isa().store(y, dtype, out, n);
+}
+
+// One head; out may be x.
+void turn(const void* x, const tp_heads& h, const float* cosines, const float* sines, void* out) {
+  const int64_t half = h.rotated / 2, step = h.interleaved ? 2 : 1, other = h.interleaved ? 1 : half;
+  float *y = values_of(h.width), *z = y + h.width;
+  isa().load(x, h.dtype, y, h.width);
+  std::copy(y + h.rotated, y + h.width, z + h.rotated);
+  for (int64_t i = 0; i < half; i++) {
+    const float a = y[i * step], b = y[i * step + other];
+    z[i * step] = a * cosines[i] - b * sines[i];
+    z[i * step + other] = b * cosines[i] + a * sines[i];
+  }
+  isa().store(z, h.dtype, out, h.width);
+}
+
+void place_head(const tp_heads& h, const void* x, const void* norm, const float* cosines, const float* sines, void* out) {
+  if (norm) norm_row(x, h.width, h.dtype, {norm, h.norm_dtype}, h.eps, out);
+  if (h.rotated) turn(norm ? out : x, h, cosines, sines, out);
+  else if (!norm) std::memcpy(out, x, h.width * item_bytes(h.dtype));
+}
+
+void scores_of(const float* logits, const tp_router& r, float* scores) {
+  const int64_t n = r.experts;
+  if (r.score == TP_SOFTMAX) {
+    const float most = *std::max_element(logits, logits + n);
+    float sum = 0;
+    for (int64_t e = 0; e < n; e++) sum += scores[e] = std::exp(logits[e] - most);
+    for (int64_t e = 0; e < n; e++) scores[e] /= sum;
+  } else if (r.score == TP_SIGMOID) {
+    for (int64_t e = 0; e < n; e++) scores[e] = 1.0f / (1.0f + std::exp(-logits[e]));
+  } else if (r.score == TP_SQRT_SOFTPLUS) {
+    for (int64_t e = 0; e < n; e++) scores[e] = std::sqrt(logits[e] > 20 ? logits[e] : std::log1p(std::exp(logits[e])));
+  } else {
+    std::copy(logits, logits + n, scores);
+  }
+}
+
+// The index of the largest value that is not taken, the first of equals; a NaN counts as largest, as for torch.
+int64_t largest(const float* values, const char* taken, int64_t n) {
+  int64_t best = -1;
+  for (int64_t i = 0; i < n; i++) {
+    if (!taken[i] && (best < 0 || values[i] > values[best] || (std::isnan(values[i]) && !std::isnan(values[best])))) best = i;
+  }
+  return best;
+}
+
+// −∞ outside the groups whose two best sum to most.
+void keep_groups(const tp_router& r, float* choice) {
+  const int64_t size = r.experts / r.groups;
+  std::vector<float> sums(r.groups);
+  for (int64_t g = 0; g < r.groups; g++) {
+    float best = -std::numeric_limits<float>::infinity(), second = size > 1 ? best : 0;
+    for (int64_t e = g * size; e < (g + 1) * size; e++) {
+      if (choice[e] > best) {
+        if (size > 1) second = best;
+        best = choice[e];
+      } else if (choice[e] > second) {
+        second = choice[e];
+      }
+    }
+    sums[g] = best + second;
+  }
+  std::vector<char> kept(r.groups, 0);
+  for (int64_t i = 0; i < r.top_groups; i++) kept[largest(sums.data(), kept.data(), r.groups)] = 1;
+  for (int64_t e = 0; e < r.experts; e++) {
+    if (!kept[e / size]) choice[e] = -std::numeric_limits<float>::infinity();
+  }
+}
+
+void route_token(const float* logits, const tp_router& r, int64_t* ids, float* weights) {
+  std::vector<float> scores(2 * r.experts);
+  std::vector<char> taken(r.experts, 0);
+  float* choice = scores.data() + r.experts;
+  scores_of(logits, r, scores.data());
+  for (int64_t e = 0; e < r.experts; e++) choice[e] = scores[e] + (r.correction ? r.correction[e] : 0.0f);
+  if (r.top_groups < r.groups) keep_groups(r, choice);
+  for (int64_t j = 0; j < r.chosen; j++) {
+    ids[j] = largest(choice, taken.data(), r.experts);
+    taken[ids[j]] = 1;
+    weights[j] = scores[ids[j]];
+  }
+  if (r.score == TP_SOFTMAX_CHOSEN) {
+    const float most = *std::max_element(weights, weights + r.chosen);
+    float sum = 0;
+    for (int64_t j = 0; j < r.chosen; j++) sum += weights[j] = std::exp(weights[j] - most);
+    for (int64_t j = 0; j < r.chosen; j++) weights[j] /= sum;
+  }
+  float sum = 0;
+  for (int64_t j = 0; j < r.chosen; j++) sum += weights[j];
+  const float divisor = r.renormalize ? std::max(sum, r.epsilon) : 1.0f;
+  for (int64_t j = 0; j < r.chosen; j++) weights[j] = weights[j] / divisor * r.scale;
+}
+
+}  // namespace
+
+void rms_norm(const void* x, int64_t rows, int64_t n, int32_t dtype, tp_vector weight, float eps, void* out) {
+  for_each(rows, n, [&](int64_t i) { norm_row(at(x, dtype, i * n), n, dtype, weight, eps, at(out, dtype, i * n)); });
+}
+
+void route(const float* logits, int64_t tokens, const tp_router& r, int64_t* ids, float* weights) {
+  for_each(tokens, r.experts * r.chosen, [&](int64_t t) {
+    route_token(logits + t * r.experts, r, ids + t * r.chosen, weights + t * r.chosen);
+  });
+}
+
+void place_heads(const tp_heads& h, int64_t tokens, const void* q, const void* k, const void* v, const float* cosines,
+                 const float* sines, const int64_t* slots, void* q_out, void* keys, void* values) {
+  const int64_t half = h.rotated / 2, kv = h.kv_heads * h.width;
+  for_each(tokens, (h.heads + 2 * h.kv_heads) * h.width, [&](int64_t t) {
+    const float *c = cosines + t * half, *s = sines + t * half;
+    for (int64_t i = t * h.heads; i < (t + 1) * h.heads; i++) {
+      place_head(h, at(q, h.dtype, i * h.width), h.q_norm, c, s, at(q_out, h.dtype, i * h.width));
+    }
+    for (int64_t i = 0; i < h.kv_heads; i++) {
+      void* to = at(keys, h.dtype, slots[t] * kv + i * h.width);
+      place_head(h, at(k, h.dtype, t * kv + i * h.width), h.k_norm, c, s, to);
+    }
+    std::memcpy(at(values, h.dtype, slots[t] * kv), at(v, h.dtype, t * kv), kv * item_bytes(h.dtype));
+  });
+}
+
+}  // namespace tp

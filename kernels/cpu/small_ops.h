@@ -1,0 +1,43 @@
+// What a layer does between its products: norms, rotations, routing.
+#pragma once
+#include <cstdint>
+
+#include "isa.h"
+#include "products.h"
+
+extern "C" {
+
+enum tp_score { TP_SOFTMAX = 0, TP_SIGMOID = 1, TP_SQRT_SOFTPLUS = 2, TP_SOFTMAX_CHOSEN = 3 };
+
+// As spec.Moe and spec.Router. correction: float32 [experts] or null.
+struct tp_router {
+  int64_t experts, chosen, groups, top_groups;
+  const float* correction;
+  int32_t score, renormalize;
+  float epsilon, scale;
+};
+
+// What is the same for all tokens of a layer's heads of `width` values. Norms [width] of norm_dtype are null where there
+// are none; the first `rotated` values are turned: 0 leaves all.
+struct tp_heads {
+  int64_t heads, kv_heads, width, rotated;
+  const void *q_norm, *k_norm;
+  int32_t norm_dtype, interleaved, dtype;
+  float eps;
+};
+}
+
+namespace tp {
+
+// out[i] = x[i] / sqrt(mean(x²) + eps) · weight, each of n values.
+void rms_norm(const void* x, int64_t rows, int64_t n, int32_t dtype, tp_vector weight, float eps, void* out);
+
+// ids and weights [tokens, chosen] of logits [tokens, experts]; the best first.
+void route(const float* logits, int64_t tokens, const tp_router& router, int64_t* ids, float* weights);
+
+// Queries [tokens, heads, width] normed and turned into q_out, keys likewise and values as they are into the places
+// `slots` of pools [places, kv_heads, width]. cosines and sines: [tokens, rotated / 2].
+void place_heads(const tp_heads& h, int64_t tokens, const void* q, const void* k, const void* v, const float* cosines,
+                 const float* sines, const int64_t* slots, void* q_out, void* keys, void* values);
+
+}  // namespace tp

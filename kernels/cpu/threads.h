@@ -1,0 +1,34 @@
+// A team of threads for short jobs that follow each other closely.
+#pragma once
+#include <cstddef>
+#include <cstdint>
+
+namespace tp {
+
+// One thread's view of a job that all threads of a team run at once.
+struct Member {
+  int index, count;
+
+  // Returns when all members have called it.
+  void barrier() const;
+
+  // The contiguous part of 0 … n − 1 that this member works on; parts differ by at most one `grain`.
+  void share(int64_t n, int64_t grain, int64_t& first, int64_t& last) const;
+};
+
+int threads();
+void set_threads(int n);
+
+// Runs job(context, member) on every thread and returns when all are done. Callers take turns.
+void run(void (*job)(void*, const Member&), void* context);
+
+template <class Job>
+void run(Job&& job) {
+  run([](void* context, const Member& me) { (*static_cast<Job*>(context))(me); }, &job);
+}
+
+// Memory of the calling thread, aligned to 64 bytes, whose content lasts until the same slot is asked for again.
+enum Slot { SLOT_SCALES, SLOT_PRODUCTS, SLOT_PLAIN, SLOT_TILE, SLOT_SUMS, SLOT_PACKED, SLOT_INNER, SLOT_PACKED_INNER, SLOT_PIECES, SLOT_COUNT };
+void* scratch(Slot slot, size_t bytes);
+
+}  // namespace tp

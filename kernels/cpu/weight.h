@@ -1,0 +1,73 @@
+// What the kernels are given: a weight as it lies in the artifact. Part of the C interface, see native.py.
+#pragma once
+#include <cstdint>
+
+extern "C" {
+
+enum tp_format { TP_E2M1 = 0, TP_INT4 = 1, TP_E4M3 = 2, TP_BF16 = 3 };
+enum tp_scale { TP_NO_SCALE = 0, TP_SCALE_F32 = 1, TP_SCALE_E8M0 = 2, TP_SCALE_E4M3 = 3, TP_SCALE_BF16 = 4 };
+enum tp_dtype { TP_FLOAT = 0, TP_BFLOAT16 = 1 };
+
+// A matrix [n, k], or a stack [experts, n, k]. Strides are in bytes, those of scales and global factors in items.
+struct tp_weight {
+  const uint8_t* data;
+  const uint8_t* scale;    // [grid rows, grid columns] per expert
+  const float* global;     // [segments] per expert, or null
+  const int64_t* segments; // rows of each segment; the block grid restarts at every one
+  int64_t experts, n, k;
+  int64_t row_bytes, expert_bytes;
+  int64_t grid_columns, expert_scales;
+  int64_t block_rows, block_columns;
+  int32_t segment_count, format, scale_type, unused;
+};
+
+// A vector of float32 or bfloat16, or null: a bias.
+struct tp_vector {
+  const void* data;
+  int32_t dtype;
+};
+}
+
+namespace tp {
+
+constexpr int64_t MAX_BATCH = 8;  // vectors of x that one pass over a weight multiplies with
+
+inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// One expert's matrix.
+struct Matrix {
+  const tp_weight* w;
+  const uint8_t* data;
+  const uint8_t* scale;
+  const float* global;
+
+  Matrix(const tp_weight& weight, int64_t expert)
+      : w(&weight),
+        data(weight.data + expert * weight.expert_bytes),
+        scale(weight.scale + expert * weight.expert_scales * scale_bytes(weight.scale_type)),
+        global(weight.global ? weight.global + expert * weight.segment_count : nullptr) {}
+
+  static int64_t scale_bytes(int32_t type) { return type == TP_SCALE_F32 ? 4 : type == TP_SCALE_BF16 ? 2 : type ? 1 : 0; }
+
+  // Rows from `row` to `end` share a row of scales and a global factor.
+  struct Place {
+    int64_t grid_row, end;
+    float global;
+  };
+
+  Place place(int64_t row) const {
+    int64_t start = 0, grid = 0;
+    for (int32_t s = 0; s < w->segment_count; s++) {
+      const int64_t rows = w->segments[s];
+      if (row < start + rows) {
+        const int64_t block = (row - start) / w->block_rows, end = start + (block + 1) * w->block_rows;
+        return {grid + block, end < start + rows ? end : start + rows, global ? global[s] : 1.0f};
+      }
+      start += rows;
+      grid += ceil_div(rows, w->block_rows);
+    }
+    return {0, 0, 0.0f};  // not reached: rows are checked by the caller
+  }
+};
+
+}  // namespace tp

@@ -1,0 +1,20 @@
+"""How many threads the operations work on.
+
+Unless told otherwise it is OMP_NUM_THREADS, else as many as the processors that this process may run on; the native
+kernels also stay within what a control group grants.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from tutel_pack.kernels.cpu import native
+
+
+def set_threads(n: int) -> None:
+    """Work on n threads from now on, in the whole process, torch's own operations included."""
+    torch.set_num_threads(n)
+    try:
+        native.set_threads(n)
+    except native.Unavailable:
+        pass  # torch does all the work

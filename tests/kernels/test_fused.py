@@ -1,0 +1,186 @@
+"""Operations that a backend does several of in one call: as the same operations one by one, which others test."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tests.kernels.reference import UNIT, random_packed
+from torch import Tensor
+
+from tutel_pack.kernels.cpu import native
+from tutel_pack.kernels.ops import BACKENDS, Experts, Heads, Layer, Layout, Ops
+from tutel_pack.spec import ClampedSwiglu, Moe, Rope, Router, Swiglu
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+@pytest.fixture(params=list(BACKENDS))
+def ops(request) -> Ops:
+    if request.param == "cpu" and not native.LIBRARY.exists():
+        pytest.skip("the native kernels were not built: there was no compiler")
+    return Ops(request.param)
+
+
+def alone(ops: Ops) -> Ops:
+    """The same backend, by single operations."""
+    single = Ops(ops.name)
+    single._fused = dict.fromkeys(single._fused)
+    return single
+
+
+def normal(*shape: int, dtype=torch.float32, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def assert_close(got: Tensor, expected: Tensor, units: int = 4) -> None:
+    """By a few roundings of the largest value."""
+    assert got.dtype == expected.dtype and got.shape == expected.shape
+    limit = units * UNIT[got.dtype] * expected.double().abs().max()
+    assert (got.double() - expected.double()).abs().max() <= limit
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("tokens", [0, 1, 5])
+@pytest.mark.parametrize("biased", ["none", "all", "some"])
+def test_linears(ops, tokens, biased, dtype):
+    x, rows = normal(tokens, 96, dtype=dtype), (64, 17, 32)
+    has = {"none": [0, 0, 0], "all": [1, 1, 1], "some": [1, 0, 1]}[biased]
+    parts = [
+        (random_packed("fp8", (n, 96), seed=n), normal(n, dtype=torch.bfloat16, seed=n) if bias else None)
+        for n, bias in zip(rows, has)
+    ]
+    got, expected = ops.linears(x, parts), [ops.linear(x, w, bias) for w, bias in parts]
+    assert len(got) == 3 and all(torch.equal(a, b) for a, b in zip(got, expected))
+    assert tokens == 0 or not torch.equal(got[0][:, :17], got[1])
+    with pytest.raises(ValueError, match="cannot take"):
+        ops.linears(normal(2, 95, dtype=dtype), parts)
+
+
+HEADS = {
+    "plain": {},
+    "normed": {"normed": True},
+    "turned": {"rope": Rope(1e4, 32)},
+    "all": {"normed": True, "rope": Rope(1e4, 32), "window": 7, "sinks": True},
+    "a part, interleaved": {"rope": Rope(1e4, 20, interleaved=True), "scale": 0.3},
+}
+
+
+class Attention:
+    """Three sequences, of 1, 0 and 6 new tokens after 70, 3 and 2 others, in blocks of 16 out of order."""
+
+    def __init__(self, dtype, normed=False, rope=None, window=None, sinks=False, scale=None):
+        self.q, self.k, self.v = (normal(7, n * 32, dtype=dtype, seed=n) for n in (4, 2, 3))
+        self.v = self.v[:, :64].contiguous()
+        norms = [1 + 0.3 * normal(32, seed=s) for s in (5, 6)] if normed else [None, None]
+        self.heads = Heads(*norms, 1e-5, bool(rope and rope.interleaved), window, scale, normal(4) if sinks else None)
+        self.pools = [normal(9, 16, 2, 32, dtype=dtype, seed=s) for s in (7, 8)]
+        tables = [torch.tensor(t) for t in ([3, 1, 7, 0, 5], [2], [8])]
+        slots = torch.tensor([5 * 16 + 6, *range(8 * 16 + 2, 8 * 16 + 8)])
+        self.layout = Layout([0, 1, 1, 7], [71, 0, 8], tables, slots)
+        positions = torch.tensor([70, *range(2, 8)])
+        self.rotation = Ops("torch").rotation(positions, rope) if rope else None
+
+    def run(self, ops: Ops, **changed) -> list[Tensor]:
+        """The result, and the pools after it."""
+        pools = [pool.clone() for pool in self.pools]
+        heads = changed.get("heads", self.heads)
+        out = ops.attend(self.q, self.k, self.v, *pools, self.layout, changed.get("rotation", self.rotation), heads)
+        return [out, *pools]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", HEADS)
+def test_attend(ops, name, dtype):
+    case = Attention(dtype, **HEADS[name])
+    inputs = [t.clone() for t in (case.q, case.k, case.v)]
+    got, expected = case.run(ops), case.run(alone(ops))
+    for a, b in zip(got, expected):
+        assert_close(a, b)
+    # What nobody stored stays, and what was given is not written to.
+    untouched = torch.ones(9 * 16, dtype=torch.bool).index_fill_(0, case.layout.slots, False)
+    assert all(torch.equal(p.flatten(0, 1)[untouched], q.flatten(0, 1)[untouched]) for p, q in zip(got[1:], case.pools))
+    assert all(torch.equal(a, b) for a, b in zip(inputs, (case.q, case.k, case.v)))
+    if case.rotation:
+        wrong = tuple(r.flip(0) for r in case.rotation)
+        with pytest.raises(AssertionError):
+            assert_close(case.run(ops, rotation=wrong)[1], expected[1])
+    if case.heads.q_norm is not None:
+        swapped = Heads(case.heads.k_norm, case.heads.q_norm, 1e-5)
+        with pytest.raises(AssertionError):
+            assert_close(case.run(ops, heads=swapped)[1], expected[1])
+
+
+def test_attend_checks_its_arguments(ops):
+    case = Attention(torch.float32)
+    case.k = case.k[:, :-1]
+    with pytest.raises(ValueError, match="attend cannot take"):
+        case.run(ops)
+
+
+def experts_of(router: Router, activation: Swiglu | ClampedSwiglu, biased: bool) -> Experts:
+    spec = Moe(12, 3, 160, router, activation=activation, bias=biased)
+    return Experts(
+        spec, normal(12, 96, dtype=torch.bfloat16), random_packed("mxfp4", (12, 320, 96), (160, 160)),
+        random_packed("mxfp4", (12, 96, 160), seed=1),
+        normal(12, dtype=torch.bfloat16) if router.bias else None, normal(12, seed=3) if router.correction else None,
+        *([normal(12, n, dtype=torch.bfloat16, seed=n) for n in (320, 96)] if biased else ()),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("tokens", [0, 1, 40])
+@pytest.mark.parametrize("kind", ["softmax", "gpt-oss", "deepseek"])
+def test_routed(ops, kind, tokens, dtype):
+    experts = {
+        "softmax": lambda: experts_of(Router(), Swiglu(), False),
+        "gpt-oss": lambda: experts_of(Router("softmax_chosen", bias=True), ClampedSwiglu(7.0, 1.702, 1.0), True),
+        "deepseek": lambda: experts_of(Router("sigmoid", correction=True, groups=4, top_groups=2, scale=2.5), Swiglu(), False),
+    }[kind]()
+    x = normal(tokens, 96, dtype=dtype, seed=9)
+    got, expected = ops.routed(x, experts), alone(ops).routed(x, experts)
+    assert torch.equal(got, expected) and got.dtype == dtype and got.shape == x.shape
+    if tokens:
+        flipped = Experts(**{**vars(experts), "router": experts.router.flip(0)})
+        assert not torch.equal(ops.routed(x, flipped), expected)
+
+
+def layer_of(case: Attention, biased: bool) -> Layer:
+    """Around the heads of a case, whose hidden size is 96."""
+    rows = {"q": 128, "k": 64, "v": 64}
+    *qkv, output = (
+        (random_packed("fp8", shape, seed=n), normal(shape[0], dtype=torch.bfloat16, seed=n) if biased else None)
+        for n, shape in enumerate([*((r, 96) for r in rows.values()), (96, 128)])
+    )
+    experts = experts_of(Router("softmax_chosen", bias=biased), Swiglu(), biased)
+    norms = (1 + 0.3 * normal(96, dtype=torch.bfloat16, seed=s) for s in (11, 12))
+    return Layer(*norms, 1e-5, qkv, output, case.heads, experts)
+
+
+def by_parts(ops: Ops, x: Tensor, layer: Layer, keys: Tensor, values: Tensor, case: Attention) -> Tensor:
+    q, k, v = ops.linears(ops.rms_norm(x, layer.input_norm, layer.eps), layer.qkv)
+    heads = ops.attend(q, k, v, keys, values, case.layout, case.rotation, layer.heads)
+    x = x + ops.linear(heads, *layer.output)
+    return x + ops.routed(ops.rms_norm(x, layer.post_norm, layer.eps), layer.experts)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", HEADS)
+def test_layer(ops, name, dtype):
+    case = Attention(dtype, **HEADS[name])
+    layer, x = layer_of(case, biased=name == "all"), normal(7, 96, dtype=dtype, seed=13)
+    before, pools = x.clone(), [[pool.clone() for pool in case.pools] for _ in range(2)]
+    got = ops.layer(x, layer, *pools[0], case.layout, case.rotation)
+    assert torch.equal(x, before) and (got is None) == (ops.name == "torch")
+    if got is not None:
+        expected = by_parts(ops, x, layer, *pools[1], case)
+        assert torch.equal(got, expected) and all(torch.equal(a, b) for a, b in zip(*pools))
+        swapped = Layer(**{**vars(layer), "input_norm": layer.post_norm, "post_norm": layer.input_norm})
+        assert not torch.equal(ops.layer(x, swapped, *pools[0], case.layout, case.rotation), got)
+
+
+def test_what_a_layer_leaves_to_single_operations(ops):
+    case = Attention(torch.float16)
+    assert ops.layer(normal(7, 96, dtype=torch.float16), layer_of(case, False), *case.pools, case.layout, None) is None
+    case = Attention(torch.float32)
+    case.layout = Layout([0, 9], [9], [torch.tensor([0])], torch.arange(9))  # so many that matrices are multiplied
+    assert ops.layer(normal(9, 96), layer_of(case, False), *case.pools, case.layout, None) is None
