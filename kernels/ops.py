@@ -18,7 +18,7 @@ from tutel_pack.errors import InputError
 from tutel_pack.formats import PackedTensor
 from tutel_pack.spec import ClampedSwiglu, Moe, Rope, Swiglu
 
-BACKENDS = {"torch": "tutel_pack.kernels.torch_backend"}
+BACKENDS = {"torch": "tutel_pack.kernels.torch_backend", "triton": "tutel_pack.kernels.triton.backend"}
 """Name -> module, imported when chosen."""
 
 _log = logging.getLogger(__name__)

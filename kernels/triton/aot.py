@@ -1,0 +1,137 @@
+"""Kernels compiled for chips that are not here, and what can be told of the machine code.
+
+What is counted of a loop is what one thread executes in one pass; weights are those that a thread decodes in it.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import triton
+import triton.backends.nvidia
+import triton.language as tl
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
+
+from tutel_pack.kernels.triton.chips import Chip
+from tutel_pack.kernels.triton.launch import Launch
+
+_TYPES = {
+    torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.uint8: "*u8", torch.int16: "*i16",
+    torch.int32: "*i32", torch.int64: "*i64",
+}  # fmt: skip
+_NVIDIA_TOOLS = Path(triton.backends.nvidia.__file__).parent / "bin"
+
+MATRIX = {
+    "mma": r"\bmma\.sync\.\S+",
+    "wgmma": r"\bwgmma\.mma_async\.\S+",
+    "tcgen05": r"\btcgen05\.mma\.\S+",
+    "mfma": r"\bv_mfma_\S+",
+}
+"""What matrix instructions look like in PTX and in AMD's assembly."""
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """spills: bytes, or registers on AMD's chips.  matrix_instructions: their full names, each once.
+    loop: opcodes of the loop that multiplies, by their count."""
+
+    assembly: str
+    shared: int
+    registers: int
+    spills: int
+    matrix_instructions: tuple[str, ...]
+    loop: Counter[str]
+
+
+def compile_for(chip: Chip, launch: Launch) -> Compiled:
+    """Raises what the compiler raises."""
+    types, constants, attributes = _signature(launch.kernel, launch.arguments)
+    source = ASTSource(launch.kernel, types, constants, attributes)
+    arch = int(chip.name.removeprefix("sm_")) if chip.vendor == "cuda" else chip.name
+    options = {"num_warps": launch.warps, "num_stages": launch.stages}
+    made = triton.compile(source, target=GPUTarget(chip.vendor, arch, chip.warp), options=options)
+    if chip.vendor == "cuda":
+        return _from_nvidia(made.asm["ptx"], made.asm["cubin"], made.metadata.shared)
+    return _from_amd(made.asm["amdgcn"], made.metadata.shared)
+
+
+def _signature(kernel: JITFunction, arguments: dict) -> tuple[dict, dict, dict]:
+    """Types, constants and attributes as Triton would find them at a launch."""
+    types, constants, attributes = {}, {}, {}
+    for i, p in enumerate(kernel.params):
+        value = arguments[p.name]
+        types[p.name], is_constant = _type_of(value), p.is_constexpr or value is None
+        if is_constant or (type(value) is int and value == 1 and not p.do_not_specialize):
+            types[p.name], constants[(i,)] = "constexpr", value
+        elif isinstance(value, Tensor) or (type(value) is int and value % 16 == 0 and not p.do_not_specialize):
+            attributes[(i,)] = [["tt.divisibility", 16]]
+    return types, constants, attributes
+
+
+def _type_of(value) -> str:
+    if isinstance(value, Tensor):
+        return _TYPES[value.dtype]
+    if isinstance(value, float):
+        return "fp32"
+    return "i32" if type(value) is int and -(2**31) <= value < 2**31 else "i64"
+
+
+def _matrix_instructions(assembly: str) -> tuple[str, ...]:
+    return tuple(sorted({name for pattern in MATRIX.values() for name in re.findall(pattern, assembly)}))
+
+
+def _from_nvidia(ptx: str, cubin: bytes, shared: int) -> Compiled:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        usage = _tool("cuobjdump", "-res-usage", file.name)
+        code = _tool("cuobjdump", "-sass", file.name)
+    registers = int(re.search(r"REG:(\d+)", usage)[1])
+    # Local memory holds what does not fit the registers; no kernel here has arrays of its own.
+    spills = int(re.search(r"LOCAL:(\d+)", usage)[1]) + int(re.search(r"STACK:(\d+)", usage)[1])
+    lines = [(int(address, 16), text) for address, text in re.findall(r"^\s+/\*([0-9a-f]+)\*/\s+(.*?);", code, re.M)]
+    place = {address: i for i, (address, _) in enumerate(lines)}
+    # Loops end with a condition; what jumps back without one returns from a wait that was moved out of line.
+    jumps = [(i, m) for i, (_, text) in enumerate(lines) if (m := re.search(r"(?:@.*BRA|BRA\S* !?UP).*?(0x[0-9a-f]+)", text))]
+    loops = [(place[int(m[1], 16)], i) for i, m in jumps if int(m[1], 16) <= lines[i][0]]
+    opcodes = [re.sub(r"^@\S+ ", "", text).split()[0] for _, text in lines]
+    return Compiled(ptx, shared, registers, spills, _matrix_instructions(ptx), _main_loop(opcodes, loops))
+
+
+def _tool(name: str, *arguments: str) -> str:
+    return subprocess.run([_NVIDIA_TOOLS / name, *arguments], check=True, capture_output=True, text=True).stdout
+
+
+def _from_amd(assembly: str, shared: int) -> Compiled:
+    facts = {name: int(value) for name, value in re.findall(r"\.(\w+_spill_count|[va]gpr_count):\s+(\d+)", assembly)}
+    labels, instructions, jumps = {}, [], []
+    for line in assembly.split("\n"):
+        if m := re.match(r"(\.LBB\w+):", line):
+            labels[m[1]] = len(instructions)
+        elif m := re.match(r"\t([a-z]\w+)(.*)", line):
+            if m[1].startswith("s_cbranch") and (target := re.search(r"\.LBB\w+", m[2])[0]) in labels:
+                jumps.append((labels[target], len(instructions)))
+            instructions.append(m[1])
+    spills = facts["vgpr_spill_count"] + facts["sgpr_spill_count"]
+    loop = _main_loop(instructions, jumps)
+    return Compiled(assembly, shared, facts["vgpr_count"], spills, _matrix_instructions(assembly), loop)
+
+
+def _main_loop(opcodes: list[str], loops: list[tuple[int, int]]) -> Counter[str]:
+    """Of loops (first, last), the innermost with most matrix instructions, or the longest if there are none."""
+    if not loops:
+        return Counter()
+    bodies = [opcodes[first : last + 1] for first, last in loops]
+    matrix = [sum("mfma" in op or "MMA" in op for op in body) for body in bodies]
+    if any(matrix):
+        return Counter(min((b for b, n in zip(bodies, matrix) if n == max(matrix)), key=len))
+    return Counter(max(bodies, key=len))
