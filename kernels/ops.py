@@ -7,9 +7,11 @@ when a model is loaded and never changes after that. Backends are given checked 
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
+from importlib.util import find_spec
 
 import torch
 from torch import Tensor
@@ -45,13 +47,22 @@ class Layout:
     states: Tensor | None = None
 
 
-def get_ops(backend: str = "auto") -> Ops:
-    """The operations by the backend of that name; "auto" takes the best one here. InputError lists the known names."""
-    name = "torch" if backend == "auto" else backend
+def get_ops(backend: str = "auto", device: torch.device | str = "cpu") -> Ops:
+    """The operations by the backend of that name; "auto" takes the best one for a device. InputError lists the known
+    names, and says what is missing where a backend cannot run."""
+    name = _best(torch.device(device)) if backend == "auto" else backend
     if name not in BACKENDS:
         raise InputError(f"Unknown backend {backend!r}: choose one of auto, {', '.join(BACKENDS)}.")
+    if name == "triton" and find_spec("triton") is None:
+        raise InputError("The triton backend needs the package triton: pip install 'tutel-pack[triton]'.")
+    if name == "triton" and torch.device(device).type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+        raise InputError("The triton backend runs on GPUs; on a CPU choose another, or set TRITON_INTERPRET=1 to test it.")
     _log.info("kernels: backend %s", name)
     return Ops(name)
+
+
+def _best(device: torch.device) -> str:
+    return "triton" if device.type == "cuda" and find_spec("triton") else "torch"
 
 
 class Ops:

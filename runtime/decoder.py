@@ -41,7 +41,7 @@ class Decoder:
         backend: str = "auto",
     ):
         self.spec, self.device, self.dtype = spec, torch.device(device), dtype
-        self._ops = get_ops(backend)
+        self._ops = get_ops(backend, device)
         take = Weights(weights, spec, self.device, dtype)
         self._embedding = take("model.embed_tokens.weight")
         self._layers = [_DecoderLayer(spec, i, take, self._ops) for i in range(len(spec.layers))]

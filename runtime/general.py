@@ -45,7 +45,7 @@ class GeneralDecoder:
         self._model = general.build(config, dtype)
         self._model.requires_grad_(False)
         take = _Weights(weights, general.describe(self._model, spec.tied_head), self.device, dtype)
-        _put_in(self._model, spec, take, get_ops(backend))
+        _put_in(self._model, spec, take, get_ops(backend, device))
         _fill(self._model, take)
         _compute_buffers(self._model, self.device)
         self._scaled = _RopeState(self._model)

@@ -52,6 +52,23 @@ class Compiled:
     loop: Counter[str]
 
 
+    @property
+    def int_ops(self) -> int:
+        """Integer instructions of the loop, those for addresses and conditions among them."""
+        return sum(n for op, n in self.loop.items() if _is_integer(op))
+
+    @property
+    def wide_loads(self) -> int:
+        """Loads of 16 bytes from global memory in the loop."""
+        return sum(n for op, n in self.loop.items() if re.match(r"LDG\S*\.128|(global|buffer)_load\S*_dwordx4", op))
+
+
+def _is_integer(op: str) -> bool:
+    if op.startswith("v_"):
+        return not re.match(r"v_(mfma|accvgpr|cvt)|v_\S*_(f32|f16|bf16)", op)
+    return bool(re.match(r"LOP3|PLOP3|SHF|PRMT|IMAD|IADD|VIADD|LEA|SEL|ISETP|IMNMX|VIMNMX|MOV", op))
+
+
 def compile_for(chip: Chip, launch: Launch) -> Compiled:
     """Raises what the compiler raises."""
     types, constants, attributes = _signature(launch.kernel, launch.arguments)
@@ -100,8 +117,7 @@ def _from_nvidia(ptx: str, cubin: bytes, shared: int) -> Compiled:
     spills = int(re.search(r"LOCAL:(\d+)", usage)[1]) + int(re.search(r"STACK:(\d+)", usage)[1])
     lines = [(int(address, 16), text) for address, text in re.findall(r"^\s+/\*([0-9a-f]+)\*/\s+(.*?);", code, re.M)]
     place = {address: i for i, (address, _) in enumerate(lines)}
-    # Loops end with a condition; what jumps back without one returns from a wait that was moved out of line.
-    jumps = [(i, m) for i, (_, text) in enumerate(lines) if (m := re.search(r"(?:@.*BRA|BRA\S* !?UP).*?(0x[0-9a-f]+)", text))]
+    jumps = [(i, m) for i, (_, text) in enumerate(lines) if (m := re.search(r"\bBRA\b.*?(0x[0-9a-f]+)", text))]
     loops = [(place[int(m[1], 16)], i) for i, m in jumps if int(m[1], 16) <= lines[i][0]]
     opcodes = [re.sub(r"^@\S+ ", "", text).split()[0] for _, text in lines]
     return Compiled(ptx, shared, registers, spills, _matrix_instructions(ptx), _main_loop(opcodes, loops))

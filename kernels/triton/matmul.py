@@ -19,9 +19,6 @@ from tutel_pack.spec import ClampedSwiglu, Swiglu
 
 PLAIN = "plain"
 _BITS = {torch.uint8: torch.uint8, torch.float8_e4m3fn: torch.uint8, torch.bfloat16: torch.int16, torch.float32: torch.float32}
-_WORDS = 16
-"""To a step along K: 16 bytes for each of 4 lanes."""
-
 _COLUMNS = 1024
 """Of an output that a program adds up."""
 
@@ -42,18 +39,15 @@ class Operand:
     first: int
 
     @property
-    def bk(self) -> int:
-        """Columns to a step: whole blocks of scales, or a part of one."""
-        if self.fmt == PLAIN:
-            return 64
+    def columns(self) -> int:
+        """The most that may be decoded at a time: blocks of fp8 are as wide as a step along K, or whole steps."""
         if self.fmt != "fp8":
-            return 8 * _WORDS
-        return next(bk for bk in _FP8_STEPS if _fits(self.block[1], bk, self.shape[2]))
+            return 128
+        return next(columns for columns in _FP8_COLUMNS if _fits(self.block[1], columns, self.shape[2]))
 
-    @property
-    def in_fragment_order(self) -> bool:
+    def in_fragment_order(self, tile: Tile) -> bool:
         """Whether decoded words can be put in the order of matrix instructions without moving them."""
-        return self.fmt != PLAIN and self.bk == (4 if self.fmt == "fp8" else 8) * _WORDS
+        return tile.bk == {"fp8": 64, PLAIN: 0}.get(self.fmt, 128) and tile.bn % (16 * tile.warps) == 0
 
     def strides(self) -> dict[str, int]:
         """Of words, in units of ALIGN of them if packed."""
@@ -63,11 +57,11 @@ class Operand:
         return {"w_expert": expert // align, "w_row": row // align, "w_words": width // align, "ALIGN": align}
 
 
-_FP8_STEPS = (64, 32, 16)
+_FP8_COLUMNS = (64, 32, 16)
 
 
-def _fits(block: int, bk: int, k: int) -> bool:
-    return block % bk == 0 or block >= k
+def _fits(block: int, columns: int, k: int) -> bool:
+    return block % columns == 0 or block >= k
 
 
 def is_served(w: Weight) -> bool:
@@ -79,7 +73,7 @@ def is_served(w: Weight) -> bool:
         return False
     if w.format.name != "fp8":
         return True
-    return w.shape[-1] % 4 == 0 and any(_fits(w.format.block[1], bk, w.shape[-1]) for bk in _FP8_STEPS)
+    return w.shape[-1] % 4 == 0 and any(_fits(w.format.block[1], c, w.shape[-1]) for c in _FP8_COLUMNS)
 
 
 def operand(w: Weight) -> Operand:
@@ -169,7 +163,7 @@ def product(
         scale_row=0 if w.scale is None else w.scale.stride(1),
         out_row=parts.shape[-1], out_split=parts.stride(0) if tile.split > 1 else 0,
         FMT=w.fmt, DOT=dot, PAIRS=chip.vendor == "cuda" and dot == tl.bfloat16,
-        FRAGMENT=w.in_fragment_order and chip.vendor != "hip" and tile.bn % (16 * tile.warps) == 0,
+        FRAGMENT=chip.vendor != "hip" and w.in_fragment_order(tile),
         BLOCK_N=w.block[0], BLOCK_K=w.block[1], E8M0=w.fmt == "fp8" and w.scale.dtype == torch.uint8,
         GROUPED=tiles is not None, GATHER=gather > 0, SCATTER=scatter, **epilogue.constants(),
         BM=tile.bm, BN=tile.bn, BK=tile.bk, SPLIT=tile.split, EVEN_K=k % tile.bk == 0, WARPS=tile.warps,
@@ -203,4 +197,4 @@ def _dot_type(chip: Chip, dtype: torch.dtype) -> tl.dtype:
 
 def problem_of(w: Operand, rows: int) -> Problem:
     """A product with that many rows, tokens or pairs."""
-    return Problem(w.fmt, *w.shape, rows, w.bk)
+    return Problem(w.fmt, *w.shape, rows, w.columns)

@@ -22,12 +22,12 @@ def sort_pairs(
     for start in range(0, pairs, BLOCK):
         bucket, inside = _buckets(ids, start, pairs, experts, BLOCK)
         counts += tl.histogram(bucket, BUCKETS, mask=inside)
-    bucket = tl.arange(0, BUCKETS)
-    count = tl.sum(tl.where(bucket == mine, counts, 0))
-    first = tl.sum(tl.where(bucket < mine, counts, 0))
-    tiles_of = tl.where(bucket < experts, tl.cdiv(counts, BM), 0)
-    tile = tl.sum(tl.where(bucket < mine, tiles_of, 0))
-    used = tl.cdiv(count, BM) if mine < experts else tiles - tile
+    each = tl.arange(0, BUCKETS)
+    count = tl.sum(tl.where(each == mine, counts, 0))
+    first = tl.sum(tl.where(each < mine, counts, 0))
+    tiles_of = tl.where(each < experts, tl.cdiv(counts, BM), 0)
+    tile = tl.sum(tl.where(each < mine, tiles_of, 0))
+    used = tl.where(mine < experts, tl.cdiv(count, BM), tiles - tile)
     for start in range(0, used, 32):
         i = start + tl.arange(0, 32)
         tl.store(tile_expert + tile + i, tl.where(mine < experts, mine, -1) + 0 * i, mask=i < used)

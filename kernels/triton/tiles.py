@@ -7,7 +7,7 @@ A chip's file in tiles/ has the rule's tiles by format and tokens of a tile ("ru
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
@@ -23,13 +23,17 @@ _STEPS_OF_A_PART = 4
 
 @dataclass(frozen=True)
 class Tile:
-    """bm tokens by bn rows of a weight, bk columns at a time; split: parts that K falls into."""
+    """bm tokens by bn rows of a weight, bk columns at a time; split: parts that K falls into.
+
+    instruction: the matrix instruction that bfloat16 tokens become, by its full name.
+    """
 
     bm: int
     bn: int
     bk: int
     warps: int
     stages: int
+    instruction: str = ""
     split: int = 1
 
 
@@ -37,7 +41,7 @@ class Tile:
 class Problem:
     """A product of `rows` rows, tokens or pairs, over the experts (1 for a plain matrix) [n, k] in a format.
 
-    steps: columns that are decoded at a time.
+    columns: the most that can be decoded at a time.
     """
 
     fmt: str
@@ -45,7 +49,7 @@ class Problem:
     n: int
     k: int
     rows: int
-    bk: int
+    columns: int
 
     @property
     def key(self) -> str:
@@ -67,15 +71,16 @@ class Problem:
 
 def tile_for(chip: Chip, problem: Problem) -> Tile:
     table = table_of(chip)
-    if tuned := table["tuned"].get(problem.key):
-        return Tile(problem.bm, bk=problem.bk, **tuned)
-    bn, warps, stages = table["rule"][problem.fmt][str(problem.bm)]
-    return Tile(problem.bm, bn, problem.bk, warps, stages, _parts(chip, problem, bn))
+    tuned = table["tuned"].get(problem.key)
+    values = tuned or table["rule"][problem.fmt][str(problem.bm)]
+    tile = Tile(problem.bm, **values)
+    tile = replace(tile, bk=min(tile.bk, problem.columns))
+    return tile if tuned else replace(tile, split=_parts(chip, problem, tile))
 
 
-def _parts(chip: Chip, problem: Problem, bn: int) -> int:
+def _parts(chip: Chip, problem: Problem, tile: Tile) -> int:
     """As many parts of K as it takes to give every unit of the chip work, each of a few steps."""
-    programs, steps = problem.tiles * -(-problem.n // bn), -(-problem.k // problem.bk)
+    programs, steps = problem.tiles * -(-problem.n // tile.bn), -(-problem.k // tile.bk)
     parts = 1
     while parts < MOST_PARTS and programs * parts < chip.units and steps >= 2 * parts * _STEPS_OF_A_PART:
         parts *= 2
