@@ -40,6 +40,15 @@ MATRIX = {
 
 
 @dataclass(frozen=True)
+class Instruction:
+    """target: where it may jump to, None if it does not jump.  falls: the next one may follow."""
+
+    op: str
+    target: int | None
+    falls: bool
+
+
+@dataclass(frozen=True)
 class Compiled:
     """spills: bytes, or registers on AMD's chips.  matrix_instructions: their full names, each once.
     loop: opcodes of the loop that multiplies, by their count."""
@@ -74,8 +83,7 @@ def compile_for(chip: Chip, launch: Launch) -> Compiled:
     types, constants, attributes = _signature(launch.kernel, launch.arguments)
     source = ASTSource(launch.kernel, types, constants, attributes)
     arch = int(chip.name.removeprefix("sm_")) if chip.vendor == "cuda" else chip.name
-    options = {"num_warps": launch.warps, "num_stages": launch.stages}
-    made = triton.compile(source, target=GPUTarget(chip.vendor, arch, chip.warp), options=options)
+    made = triton.compile(source, target=GPUTarget(chip.vendor, arch, chip.warp), options=launch.options)
     if chip.vendor == "cuda":
         return _from_nvidia(made.asm["ptx"], made.asm["cubin"], made.metadata.shared)
     return _from_amd(made.asm["amdgcn"], made.metadata.shared)
@@ -115,12 +123,19 @@ def _from_nvidia(ptx: str, cubin: bytes, shared: int) -> Compiled:
     registers = int(re.search(r"REG:(\d+)", usage)[1])
     # Local memory holds what does not fit the registers; no kernel here has arrays of its own.
     spills = int(re.search(r"LOCAL:(\d+)", usage)[1]) + int(re.search(r"STACK:(\d+)", usage)[1])
-    lines = [(int(address, 16), text) for address, text in re.findall(r"^\s+/\*([0-9a-f]+)\*/\s+(.*?);", code, re.M)]
+    return Compiled(ptx, shared, registers, spills, _matrix_instructions(ptx), _main_loop(_nvidia_program(code)))
+
+
+def _nvidia_program(sass: str) -> list[Instruction]:
+    lines = [(int(address, 16), text) for address, text in re.findall(r"^\s+/\*([0-9a-f]+)\*/\s+(.*?);", sass, re.M)]
     place = {address: i for i, (address, _) in enumerate(lines)}
-    jumps = [(i, m) for i, (_, text) in enumerate(lines) if (m := re.search(r"\bBRA\b.*?(0x[0-9a-f]+)", text))]
-    loops = [(place[int(m[1], 16)], i) for i, m in jumps if int(m[1], 16) <= lines[i][0]]
-    opcodes = [re.sub(r"^@\S+ ", "", text).split()[0] for _, text in lines]
-    return Compiled(ptx, shared, registers, spills, _matrix_instructions(ptx), _main_loop(opcodes, loops))
+    program = []
+    for _, text in lines:
+        guard, op, rest = re.fullmatch(r"(@\S+ )?(\S+)(.*)", text).groups()
+        target = re.search(r"0x[0-9a-f]+", rest) if op.startswith("BRA") else None
+        falls = bool(guard) or "UP" in rest or not op.startswith(("BRA", "EXIT", "RET"))
+        program.append(Instruction(op, target and place[int(target[0], 16)], falls))
+    return program
 
 
 def _tool(name: str, *arguments: str) -> str:
@@ -129,25 +144,68 @@ def _tool(name: str, *arguments: str) -> str:
 
 def _from_amd(assembly: str, shared: int) -> Compiled:
     facts = {name: int(value) for name, value in re.findall(r"\.(\w+_spill_count|[va]gpr_count):\s+(\d+)", assembly)}
-    labels, instructions, jumps = {}, [], []
-    for line in assembly.split("\n"):
-        if m := re.match(r"(\.LBB\w+):", line):
-            labels[m[1]] = len(instructions)
-        elif m := re.match(r"\t([a-z]\w+)(.*)", line):
-            if m[1].startswith("s_cbranch") and (target := re.search(r"\.LBB\w+", m[2])[0]) in labels:
-                jumps.append((labels[target], len(instructions)))
-            instructions.append(m[1])
     spills = facts["vgpr_spill_count"] + facts["sgpr_spill_count"]
-    loop = _main_loop(instructions, jumps)
+    loop = _main_loop(_amd_program(assembly))
     return Compiled(assembly, shared, facts["vgpr_count"], spills, _matrix_instructions(assembly), loop)
 
 
-def _main_loop(opcodes: list[str], loops: list[tuple[int, int]]) -> Counter[str]:
-    """Of loops (first, last), the innermost with most matrix instructions, or the longest if there are none."""
-    if not loops:
-        return Counter()
-    bodies = [opcodes[first : last + 1] for first, last in loops]
-    matrix = [sum("mfma" in op or "MMA" in op for op in body) for body in bodies]
+def _amd_program(assembly: str) -> list[Instruction]:
+    lines = re.findall(r"^(?:(\.LBB\w+):|\t([a-z]\w+)(.*))", assembly, re.M)
+    place, instructions = {}, []
+    for label, op, rest in lines:
+        if label:
+            place[label] = len(instructions)
+        else:
+            instructions.append((op, rest))
+    program = []
+    for op, rest in instructions:
+        target = re.search(r"\.LBB\w+", rest) if op.startswith(("s_branch", "s_cbranch")) else None
+        program.append(Instruction(op, target and place[target[0]], not op.startswith(("s_branch", "s_endpgm"))))
+    return program
+
+
+def _main_loop(program: list[Instruction]) -> Counter[str]:
+    """Of all loops the innermost with most matrix instructions, or the longest if there are none."""
+    loops = [[program[i].op for i in body] for body in _loops(program)]
+    matrix = [sum("mfma" in op or "MMA" in op for op in body) for body in loops]
     if any(matrix):
-        return Counter(min((b for b, n in zip(bodies, matrix) if n == max(matrix)), key=len))
-    return Counter(max(bodies, key=len))
+        return Counter(min((body for body, n in zip(loops, matrix) if n == max(matrix)), key=len))
+    return Counter(max(loops, key=len, default=[]))
+
+
+def _loops(program: list[Instruction]) -> list[set[int]]:
+    """Of every head what is executed between it and the jumps back to it, wherever it stands in memory."""
+    before: dict[int, set[int]] = {}
+    back: dict[int, set[int]] = {}
+    seen, path = set(), set()
+    stack = [(0, iter(_next(program, 0)))]
+    while stack:
+        i, following = stack[-1]
+        seen.add(i)
+        path.add(i)
+        for j in following:
+            before.setdefault(j, set()).add(i)
+            if j in path:
+                back.setdefault(j, set()).add(i)
+            elif j not in seen:
+                stack.append((j, iter(_next(program, j))))
+                break
+        else:
+            path.discard(i)
+            stack.pop()
+    return [_between(head, tails, before) for head, tails in back.items()]
+
+
+def _next(program: list[Instruction], i: int) -> list[int]:
+    falls = [i + 1] if program[i].falls and i + 1 < len(program) else []
+    return falls if program[i].target is None else [*falls, program[i].target]
+
+
+def _between(head: int, tails: set[int], before: dict[int, set[int]]) -> set[int]:
+    body, todo = {head}, list(tails)
+    while todo:
+        i = todo.pop()
+        if i not in body:
+            body.add(i)
+            todo.extend(before[i])
+    return body

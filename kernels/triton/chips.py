@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import triton
 
 
 @dataclass(frozen=True)
@@ -37,11 +36,6 @@ CHIPS = {
 Capability"; AMD CDNA 3 and CDNA 4 ISA, "Local Data Share". These are compiled for in tests."""
 
 INTERPRETER = Chip("interpreter", "interpreter", 4, 1 << 40, 255, 32)
-
-
-def interpreting() -> bool:
-    """Whether kernels are run by Triton's interpreter, on CPU tensors, as TRITON_INTERPRET asked when they were imported."""
-    return triton.knobs.runtime.interpret
 
 
 def chip_of(device: torch.device) -> Chip:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from tutel_pack.formats import FORMATS, PackedTensor
+from tutel_pack.kernels.triton.aot import Compiled, compile_for
 from tutel_pack.kernels.triton.backend import routing
-from tutel_pack.kernels.triton.chips import Chip
+from tutel_pack.kernels.triton.chips import CHIPS, Chip
 from tutel_pack.kernels.triton.launch import Launch
 from tutel_pack.kernels.triton.matmul import Epilogue, Operand, Tiles, operand, problem_of, product, sorting, summing
 from tutel_pack.kernels.triton.tiles import TOKENS, Tile, tile_for
@@ -28,6 +29,10 @@ class Variant:
     launch: Launch
     tile: Tile | None = None
 
+    def int_ops_per_weight(self, chip: Chip, made: Compiled) -> float | None:
+        """None for what decodes nothing."""
+        return made.int_ops / self.weights_of_a_thread(chip) if self.tile else None
+
     def weights_of_a_thread(self, chip: Chip) -> float:
         """Decoded in a step along K, if every thread decodes what no other does."""
         return self.tile.bn * self.tile.bk / (chip.warp * self.tile.warps)
@@ -36,6 +41,19 @@ class Variant:
         """16 bytes each, in a step along K: of packed weights alone."""
         bits = self.launch.arguments["w"].element_size() * 8 * self.launch.arguments["w_words"] * self.launch.arguments["ALIGN"]
         return self.weights_of_a_thread(chip) * bits / self.launch.arguments["K"] / 128
+
+
+def all_variants(chip: Chip) -> dict[str, Variant]:
+    """Everything there is, by name."""
+    halves = gate_up(chip, "mxfp4", TOKENS[0], torch.float16)
+    found = [*matmuls(chip), *others(chip), clamped(chip), replace(halves, name="gate_up mxfp4 16 float16")]
+    return {v.name: v for v in found}
+
+
+def compiled(chip_name: str, variant_name: str) -> Compiled:
+    """One of `all_variants`: what a process of its own is asked for."""
+    chip = CHIPS[chip_name]
+    return compile_for(chip, all_variants(chip)[variant_name].launch)
 
 
 def matmuls(chip: Chip, formats: tuple[str, ...] = PACKED, tokens: tuple[int, ...] = TOKENS) -> list[Variant]:
