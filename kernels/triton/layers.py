@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import torch
 
 from tutel_pack.formats import FORMATS, PackedTensor
-from tutel_pack.spec import ClampedSwiglu, Swiglu
+from tutel_pack.known import KNOWN
+from tutel_pack.spec import ClampedSwiglu, ModelSpec, Moe, Swiglu
 
 
 @dataclass(frozen=True)
@@ -26,25 +27,23 @@ class ExpertLayer:
         return _random(fmt, (e, 2 * i, h), (i, i), device), _random(fmt, (e, h, i), (h,), device)
 
     def used_experts(self, tokens: int) -> float:
-        """As many different ones as random tokens use, on average."""
-        return self.experts * (1 - (1 - self.top_k / self.experts) ** tokens)
+        return used_experts(self.experts, self.top_k, tokens)
 
     def flops(self, tokens: int) -> float:
         return 6.0 * tokens * self.top_k * self.hidden * self.intermediate
 
 
-_GPT_OSS = ClampedSwiglu(7.0, 1.702, 1.0)
+def used_experts(experts: int, top_k: int, tokens: int) -> float:
+    """As many different ones as random tokens use, on average."""
+    return experts * (1 - (1 - top_k / experts) ** tokens)
 
-LAYERS = {
-    "deepseek-v3": ExpertLayer(256, 7168, 2048, 8),
-    "kimi-k2": ExpertLayer(384, 7168, 2048, 8),
-    "qwen3-235b": ExpertLayer(128, 4096, 1536, 8),
-    "qwen3-30b": ExpertLayer(128, 2048, 768, 8),
-    "gpt-oss-120b": ExpertLayer(128, 2880, 2880, 4, _GPT_OSS),
-    "gpt-oss-20b": ExpertLayer(32, 2880, 2880, 4, _GPT_OSS),
-    "glm-5": ExpertLayer(256, 6144, 2048, 8),
-}
-"""From the models' config.json."""
+
+def _layer_of(spec: ModelSpec) -> ExpertLayer:
+    moe = next(layer.mlp for layer in spec.layers if isinstance(layer.mlp, Moe))
+    return ExpertLayer(moe.experts, spec.hidden, moe.intermediate, moe.top_k, moe.activation)
+
+
+LAYERS = {name.lower(): _layer_of(spec) for name, spec in KNOWN.items()}
 
 
 def _random(fmt: str, shape: tuple[int, ...], segments: tuple[int, ...], device: torch.device | str) -> PackedTensor:
