@@ -75,7 +75,7 @@ def measure(name: str, fmt: str, limits: dict, deadline: float) -> list[dict]:
 
 
 def moe_seconds(layer: ExpertLayer, weights: tuple, tokens: int) -> float:
-    """Median over several routings, each as a graph: experts that were read the last time are not read again at once."""
+    """Median over several routings, each as a graph: what was read the last time is not read again at once."""
     ops = get_ops("triton", "cuda")
     x = torch.randn(tokens, layer.hidden, device="cuda").bfloat16()
     routings = [random_routing(layer, tokens, "cuda") for _ in range(8)]

@@ -1,7 +1,7 @@
 """The Triton kernels compiled for five chips, none of which need be here: `python bench/kernels_aot.py [--json FILE]`.
 
-Prints for each chip and kernel the matrix instruction, what did not fit the registers, shared memory, registers, and the
-integer instructions that it takes to decode one weight (of the loop along K, those for addresses included).
+Prints for each chip and kernel the matrix instruction, what did not fit the registers, shared memory, registers, and
+the integer instructions that it takes to decode one weight (of the loop along K, those for addresses included).
 --write keeps the last in bench/kernels_aot.json, which tests hold the kernels to.
 """
 
@@ -75,8 +75,7 @@ def write_counts(rows: list[dict]) -> None:
     for r in rows:
         if r["int_ops_per_weight"] is not None:
             counts.setdefault(r["target"], {})[r["name"]] = r["int_ops_per_weight"]
-    lines = [f'  "{chip}": {{\n' + ",\n".join(f'    "{n}": {v}' for n, v in c.items()) + "\n  }" for chip, c in counts.items()]
-    COUNTS.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+    COUNTS.write_text(json.dumps(counts, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -56,7 +56,7 @@ def get_ops(backend: str = "auto", device: torch.device | str = "cpu") -> Ops:
     if name == "triton" and find_spec("triton") is None:
         raise InputError("The triton backend needs the package triton: pip install 'tutel-pack[triton]'.")
     if name == "triton" and torch.device(device).type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
-        raise InputError("The triton backend runs on GPUs; on a CPU choose another, or set TRITON_INTERPRET=1 to test it.")
+        raise InputError("The triton backend runs on GPUs; on a CPU choose another, or test it by TRITON_INTERPRET=1.")
     _log.info("kernels: backend %s", name)
     return Ops(name)
 

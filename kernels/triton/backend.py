@@ -1,8 +1,8 @@
 """The backend of ops.py for NVIDIA's and AMD's GPUs: kernels in Triton, which TRITON_INTERPRET=1 runs on a CPU.
 
-linear (of packed weights), moe and route are kernels; the rest is torch's until it has one: attention, latent_attention,
-top_positions, embedding, rms_norm, rope, rotation, swiglu, products with plain matrices, and weights whose geometry
-`matmul.is_served` excludes. Nothing here waits for the device, and grids depend on shapes alone. An expert id that does
+linear (of packed weights), moe and route are kernels; the rest is torch's until it has one: attention,
+latent_attention, top_positions, embedding, rms_norm, rope, rotation, swiglu, products with plain matrices, and weights
+whose geometry `matmul.is_served` excludes. Nothing here waits for the device, and grids depend on shapes alone. An expert id that does
 not exist counts as −1, for to tell would mean to wait.
 """
 
@@ -26,7 +26,17 @@ from tutel_pack.kernels.torch_backend import (  # noqa: F401  (served by torch)
 )
 from tutel_pack.kernels.triton.chips import chip_of
 from tutel_pack.kernels.triton.launch import Launch
-from tutel_pack.kernels.triton.matmul import Epilogue, Operand, Tiles, is_served, operand, problem_of, product, sorting, summing
+from tutel_pack.kernels.triton.matmul import (
+    Epilogue,
+    Operand,
+    Tiles,
+    is_served,
+    operand,
+    problem_of,
+    product,
+    sorting,
+    summing,
+)
 from tutel_pack.kernels.triton.router import route as _route
 from tutel_pack.kernels.triton.tiles import tile_for
 from tutel_pack.spec import ClampedSwiglu, Moe, Swiglu

@@ -15,13 +15,25 @@ OFFSET = tl.constexpr(63)
 """Weights of mxfp4 and nvfp4 are made 2^63 too small, so that the multiplier of a pair is a finite bfloat16 for block
 scales up to 2^64; what is left of them is exact down to 2^-69. The product's epilogue puts it right."""
 
+UNDO_OFFSET = tl.constexpr(2.0**63)
+
+FP8_FACTOR = tl.constexpr(2.0**120)
+"""What makes a pair of fp8 elements right; their scales go to the sums."""
+
+TWO_TO_127, TWO_TO_56 = tl.constexpr(2.0**127), tl.constexpr(2.0**56)
+
 SIGNS = tl.constexpr(-0x7FFF8000)
 """0x80008000 as a signed integer: the sign bits of a pair."""
+
+FP4_BITS = tl.constexpr(-0x7E3F7E40)
+"""0x81C081C0: those of a pair of e2m1 elements."""
 
 _MULTIPLY = tl.constexpr("{ .reg .b32 zero; mov.b32 zero, 0x80008000; fma.rn.bf16x2 $0, $1, $2, zero; }")
 """There is no mul.bf16x2 on sm_80. −0 as the addend keeps the sign of zeros."""
 
-_MINUS_136 = tl.constexpr("{ .reg .b32 one, n; mov.b32 one, 0x3f803f80; mov.b32 n, 0xc308c308; fma.rn.bf16x2 $0, $1, one, n; }")
+_MINUS_136 = tl.constexpr(
+    "{ .reg .b32 one, n; mov.b32 one, 0x3f803f80; mov.b32 n, 0xc308c308; fma.rn.bf16x2 $0, $1, one, n; }"
+)
 
 
 @triton.jit
@@ -33,9 +45,20 @@ def multiplier(s, FMT: tl.constexpr):
     elif FMT == "nvfp4":
         # e4m3 bits in place of float32's are 2^-120 of the value, subnormals included; 2^183 is no float32.
         e4m3 = (((bits & 0x80) << 24) | ((bits & 0x7F) << 20)).to(tl.float32, bitcast=True)
-        return e4m3 * 170141183460469231731687303715884105728.0 * 72057594037927936.0
+        return e4m3 * TWO_TO_127 * TWO_TO_56
     else:
         return (bits << 16).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _fp4_pair_by_product(word, h: tl.constexpr):
+    """The same as `_fp4_pair`. A product puts a nibble in two places, and the mask keeps what is right of each."""
+    if h >= 2:
+        word = word >> 8
+    if h % 2 == 0:
+        return ((word & 0x000F000F) * ((1 << 12) + (1 << 6))) & FP4_BITS
+    else:
+        return ((word & 0x00F000F0) * ((1 << 8) + (1 << 2))) & FP4_BITS
 
 
 @triton.jit
@@ -82,7 +105,7 @@ def _in_float32(pair, factor, FMT: tl.constexpr, DOT: tl.constexpr):
         halves -= 136.0
     values = halves * tl.expand_dims(factor, len(factor.shape))
     if DOT == tl.float16 and (FMT == "mxfp4" or FMT == "nvfp4"):
-        return (values * 9223372036854775808.0).to(DOT)
+        return (values * UNDO_OFFSET).to(DOT)
     elif DOT == tl.bfloat16 and FMT != "int4":
         # Exact: the last 16 bits are zeros, and cutting them off is one instruction where rounding is five.
         return (values.to(tl.int32, bitcast=True) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
@@ -91,11 +114,16 @@ def _in_float32(pair, factor, FMT: tl.constexpr, DOT: tl.constexpr):
 
 
 @triton.jit
-def _pair(word, factor, h: tl.constexpr, FMT: tl.constexpr, DOT: tl.constexpr, PAIRS: tl.constexpr):
+def _pair(
+    word, factor, h: tl.constexpr,
+    FMT: tl.constexpr, DOT: tl.constexpr, PAIRS: tl.constexpr, BY_PRODUCT: tl.constexpr,
+):  # fmt: skip
     if FMT == "fp8":
         pair = _fp8_pair(word, h)
     elif FMT == "int4":
         pair = _int4_pair(word, h)
+    elif BY_PRODUCT:
+        pair = _fp4_pair_by_product(word, h)
     else:
         pair = _fp4_pair(word, h)
     if PAIRS:
@@ -105,11 +133,14 @@ def _pair(word, factor, h: tl.constexpr, FMT: tl.constexpr, DOT: tl.constexpr, P
 
 
 @triton.jit
-def decode(words, factor, FMT: tl.constexpr, DOT: tl.constexpr, PAIRS: tl.constexpr):
+def decode(
+    words, factor, FMT: tl.constexpr, DOT: tl.constexpr, PAIRS: tl.constexpr, BY_PRODUCT: tl.constexpr
+):  # fmt: skip
     """int32 words [R, W] and the float32 multipliers of their blocks [R, B], B dividing W -> DOT [R, W, 2, H], the
     elements by word, c and h: those of a row in their order.
 
     PAIRS: multiply in bfloat16, which NVIDIA's chips do for a pair at once.
+    BY_PRODUCT: shift by integer products, which are slow on AMD's chips and idle units on NVIDIA's.
     """
     R: tl.constexpr = words.shape[0]
     W: tl.constexpr = words.shape[1]
@@ -118,11 +149,11 @@ def decode(words, factor, FMT: tl.constexpr, DOT: tl.constexpr, PAIRS: tl.conste
         bits = factor.to(tl.int32, bitcast=True)
         factor = (bits & -65536) | ((bits >> 16) & 0xFFFF)
     factor = tl.broadcast_to(factor[:, :, None], (R, B, W // B)).reshape(R, W)
-    p0 = _pair(words, factor, 0, FMT, DOT, PAIRS)
-    p1 = _pair(words, factor, 1, FMT, DOT, PAIRS)
+    p0 = _pair(words, factor, 0, FMT, DOT, PAIRS, BY_PRODUCT)
+    p1 = _pair(words, factor, 1, FMT, DOT, PAIRS, BY_PRODUCT)
     if FMT == "fp8":
         return tl.join(p0, p1)
     else:
-        p2 = _pair(words, factor, 2, FMT, DOT, PAIRS)
-        p3 = _pair(words, factor, 3, FMT, DOT, PAIRS)
+        p2 = _pair(words, factor, 2, FMT, DOT, PAIRS, BY_PRODUCT)
+        p3 = _pair(words, factor, 3, FMT, DOT, PAIRS, BY_PRODUCT)
         return tl.join(tl.join(p0, p2), tl.join(p1, p3)).reshape(R, W, 2, 4)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tutel_pack.kernels.triton.decode import OFFSET, decode, multiplier
+from tutel_pack.kernels.triton.decode import FP8_FACTOR, UNDO_OFFSET, decode, multiplier
 
 SUPERTILE = tl.constexpr(8)
 """Tiles of tokens that pass a tile of weights while it is in the cache."""
@@ -140,8 +140,8 @@ def _plain_product(
 @triton.jit
 def _packed_product(
     x, w, scale, rows, loaded, scale_rows, valid, N, K, w_row, w_words, scale_row,
-    FMT: tl.constexpr, DOT: tl.constexpr, PAIRS: tl.constexpr, FRAGMENT: tl.constexpr, ALIGN: tl.constexpr,
-    BLOCK_K: tl.constexpr, E8M0: tl.constexpr,
+    FMT: tl.constexpr, DOT: tl.constexpr, NATIVE: tl.constexpr, PAIRS: tl.constexpr, FRAGMENT: tl.constexpr,
+    ALIGN: tl.constexpr, BLOCK_K: tl.constexpr, E8M0: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr, EVEN_K: tl.constexpr,
     WARPS: tl.constexpr,
 ):  # fmt: skip
@@ -150,7 +150,7 @@ def _packed_product(
     Scales are loaded a step ahead: they are too narrow for the compiler to do it by itself.
     """
     H: tl.constexpr = 2 if FMT == "fp8" else 4
-    W: tl.constexpr = BK // (2 * H)
+    W: tl.constexpr = BK if NATIVE else BK // (2 * H)
     BLOCKS: tl.constexpr = 1 if FMT == "fp8" else BK // BLOCK_K
     w += loaded.to(tl.int64)[:, None] * (w_row * ALIGN)
     inside = (loaded < N)[:, None]
@@ -178,10 +178,13 @@ def _packed_product(
         bits = ahead
         if FMT == "fp8":
             ahead = _load_scales(scale, (step + 1) * BK // BLOCK_K + blocks, count, inside_scale)
-            weight = decode(words, tl.full((BN, 1), 1329227995784915872903807060280344576.0, tl.float32), FMT, DOT, PAIRS)
+            if NATIVE:
+                weight = words.to(tl.float8e4nv, bitcast=True).to(DOT)
+            else:
+                weight = decode(words, tl.full((BN, 1), FP8_FACTOR, tl.float32), FMT, DOT, PAIRS, FRAGMENT)
         else:
             ahead = _load_scales(scale, (step + 1) * BLOCKS + blocks, count, inside_scale)
-            weight = decode(words, multiplier(bits, FMT), FMT, DOT, PAIRS)
+            weight = decode(words, multiplier(bits, FMT), FMT, DOT, PAIRS, FRAGMENT)
         if FRAGMENT:
             weight = _in_fragment_order(weight, WARPS)
             tokens = _columns_in_fragment_order(tokens, H)
@@ -224,8 +227,8 @@ def grouped_matmul(
     order, tile_expert, tile_first, tile_last,
     tiles_m, pairs, x_per_row, N, K, first, segments,
     w_expert, w_row, w_words, scale_expert, scale_row, out_row, out_split,
-    FMT: tl.constexpr, DOT: tl.constexpr, PAIRS: tl.constexpr, FRAGMENT: tl.constexpr, ALIGN: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, E8M0: tl.constexpr,
+    FMT: tl.constexpr, DOT: tl.constexpr, NATIVE: tl.constexpr, PAIRS: tl.constexpr, FRAGMENT: tl.constexpr,
+    ALIGN: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, E8M0: tl.constexpr,
     GROUPED: tl.constexpr, GATHER: tl.constexpr, SCATTER: tl.constexpr,
     GATED: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr, SHIFT: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr, EVEN_K: tl.constexpr,
@@ -233,12 +236,12 @@ def grouped_matmul(
 ):  # fmt: skip
     """out[row] = epilogue(w[expert] · x[row]); an element's sum is that of one program, or of SPLIT.
 
-    x [·, K].  w: words [E, N, ·] of FMT, or elements if that is "plain".  scale [E, ·, ·]: bits of the block scales, of
+    x [·, K].  w: words [E, N, ·] of FMT; elements if that is "plain", bytes if NATIVE: fp8 that the chip converts.  scale [E, ·, ·]: bits of the block scales, of
     BLOCK_N × BLOCK_K elements each; for fp8 float32, or bytes if E8M0.  factors float32 [E, segments]: global scales.
     first: rows of the first segment.  bias [E, N], float32 weights [pairs]: of output rows; either may be None.
     GROUPED: int32 order [pairs] lists the pairs of a token and an expert by expert; a tile has the entries tile_first …
-        tile_last − 1, BM of them at most, and tile_expert, −1 for a tile that is not used. Otherwise there is one expert,
-        and `pairs` rows are cut into tiles.
+        tile_last − 1, BM of them at most, and tile_expert, −1 for a tile that is not used. Otherwise there is one
+        expert, and `pairs` rows are cut into tiles.
     GATHER: x is by token, that of pair p is p // x_per_row; otherwise it is by entry of `order`.
     SCATTER: out is by pair; otherwise by entry.
     GATED: out has N/2 columns, the activation of gate and up rows.
@@ -272,13 +275,13 @@ def grouped_matmul(
         scale_rows = _scale_rows(rows, first, BLOCK_N) if FMT == "fp8" else loaded
         acc = _packed_product(
             x, w, scale + expert * scale_expert, rows, loaded, scale_rows, valid, N, K, w_row, w_words, scale_row,
-            FMT, DOT, PAIRS, FRAGMENT, ALIGN, BLOCK_K, E8M0, BM, BN, BK, SPLIT, EVEN_K, WARPS,
+            FMT, DOT, NATIVE, PAIRS, FRAGMENT, ALIGN, BLOCK_K, E8M0, BM, BN, BK, SPLIT, EVEN_K, WARPS,
         )  # fmt: skip
     if FMT == "nvfp4":
         factor = tl.load(factors + expert * segments + tl.where(rows < first, 0, 1), mask=rows < N, other=0.0)
         acc *= factor[:, None]
     if (FMT == "mxfp4" or FMT == "nvfp4") and DOT != tl.float16:
-        acc *= 9223372036854775808.0  # 2^OFFSET
+        acc *= UNDO_OFFSET
     out_rows = pair if SCATTER else entries
     if SPLIT > 1:
         out += tl.program_id(1).to(tl.int64) * out_split
@@ -297,8 +300,8 @@ def finish(
     SORTED: tl.constexpr, GATED: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr, SHIFT: tl.constexpr,
     SPLIT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """out [rows, N or N/2] from float32 parts [SPLIT, rows, N], added up in their order; bias, weights and activation as
-    of `grouped_matmul`. ids [pairs]: of experts, None where there is one; rows without an expert are left alone.
+    """out [rows, N or N/2] from float32 parts [SPLIT, rows, N], added up in their order; bias, weights and activation
+    as of `grouped_matmul`. ids [pairs]: of experts, None where there is one; rows without an expert are left alone.
     SORTED: rows are entries of `order`; otherwise pairs."""
     row = tl.program_id(0)
     pair = tl.load(order + row) if SORTED else row

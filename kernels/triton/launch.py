@@ -1,4 +1,4 @@
-"""A kernel with everything it is to be launched with: run it here, or compile it for a chip that is not here (aot.py)."""
+"""A kernel with all that it is launched with: run it here, or compile it for a chip that is not here (aot.py)."""
 
 from __future__ import annotations
 

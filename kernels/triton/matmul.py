@@ -18,7 +18,9 @@ from tutel_pack.kernels.triton.tiles import Problem, Tile
 from tutel_pack.spec import ClampedSwiglu, Swiglu
 
 PLAIN = "plain"
-_BITS = {torch.uint8: torch.uint8, torch.float8_e4m3fn: torch.uint8, torch.bfloat16: torch.int16, torch.float32: torch.float32}
+_BITS = {
+    torch.uint8: torch.uint8, torch.float8_e4m3fn: torch.uint8, torch.bfloat16: torch.int16, torch.float32: torch.float32,
+}  # fmt: skip
 _COLUMNS = 1024
 """Of an output that a program adds up."""
 
@@ -49,12 +51,13 @@ class Operand:
         """Whether decoded words can be put in the order of matrix instructions without moving them."""
         return tile.bk == {"fp8": 64, PLAIN: 0}.get(self.fmt, 128) and tile.bn % (16 * tile.warps) == 0
 
-    def strides(self) -> dict[str, int]:
-        """Of words, in units of ALIGN of them if packed."""
-        expert, row, _ = self.words.stride()
-        width = self.words.shape[2]
-        align = 1 if self.fmt == PLAIN else next(a for a in (4, 2, 1) if expert % a == row % a == width % a == 0)
-        return {"w_expert": expert // align, "w_row": row // align, "w_words": width // align, "ALIGN": align}
+    def stored(self, native: bool) -> dict[str, Tensor | int]:
+        """The words, or bytes if fp8 is converted natively, with strides in units of ALIGN of them if they are words."""
+        w = self.words.view(torch.uint8) if native else self.words
+        expert, row, _ = w.stride()
+        width = w.shape[2]
+        align = next(a for a in (4, 2, 1) if expert % a == row % a == width % a == 0) if w.dtype == torch.int32 else 1
+        return {"w": w, "w_expert": expert // align, "w_row": row // align, "w_words": width // align, "ALIGN": align}
 
 
 _FP8_COLUMNS = (64, 32, 16)
@@ -142,8 +145,8 @@ def product(
 ) -> list[Launch]:  # fmt: skip
     """Launches that fill out [rows, ·] from x and w.
 
-    ids, tiles: of the pairs, for weights of experts.  gather: pairs of a token, where x is by token.  scatter: out is by
-    pair.
+    ids, tiles: of the pairs, for weights of experts.  gather: pairs of a token, where x is by token.  scatter: out is
+    by pair.
     """
     e, n, k = w.shape
     rows = len(out)
@@ -152,18 +155,18 @@ def product(
         parts = torch.empty(tile.split, rows, n, dtype=torch.float32, device=out.device)
     own = epilogue if tile.split == 1 else Epilogue(activation=epilogue.activation)
     tiles_m = len(tiles.expert) if tiles else -(-rows // tile.bm)
-    dot = _dot_type(chip, x.dtype)
+    dot, native = _dot_type(chip, x.dtype), w.fmt == "fp8" and chip.converts_fp8
     arguments = dict(
-        x=x, w=w.words, scale=w.scale, factors=w.factors, bias=own.bias, weights=own.weights, out=parts,
+        x=x, scale=w.scale, factors=w.factors, bias=own.bias, weights=own.weights, out=parts,
         order=tiles and tiles.order, tile_expert=tiles and tiles.expert, tile_first=tiles and tiles.first,
         tile_last=tiles and tiles.last,
         tiles_m=tiles_m, pairs=rows, x_per_row=max(1, gather), N=n, K=k, first=w.first,
         segments=1 if w.factors is None else w.factors.shape[1],
-        **w.strides(), scale_expert=0 if w.scale is None else w.scale.stride(0),
+        **w.stored(native), scale_expert=0 if w.scale is None else w.scale.stride(0),
         scale_row=0 if w.scale is None else w.scale.stride(1),
         out_row=parts.shape[-1], out_split=parts.stride(0) if tile.split > 1 else 0,
-        FMT=w.fmt, DOT=dot, PAIRS=chip.vendor == "cuda" and dot == tl.bfloat16,
-        FRAGMENT=chip.vendor != "hip" and w.in_fragment_order(tile),
+        FMT=w.fmt, DOT=dot, NATIVE=native, PAIRS=chip.vendor == "cuda" and dot == tl.bfloat16,
+        FRAGMENT=chip.vendor != "hip" and not native and w.in_fragment_order(tile),
         BLOCK_N=w.block[0], BLOCK_K=w.block[1], E8M0=w.fmt == "fp8" and w.scale.dtype == torch.uint8,
         GROUPED=tiles is not None, GATHER=gather > 0, SCATTER=scatter, **epilogue.constants(),
         BM=tile.bm, BN=tile.bn, BK=tile.bk, SPLIT=tile.split, EVEN_K=k % tile.bk == 0, WARPS=tile.warps,
@@ -176,7 +179,8 @@ def product(
 
 
 def _finishing(
-    parts: Tensor, out: Tensor, experts: int, epilogue: Epilogue, ids: Tensor | None, order: Tensor | None, sorted_rows: bool
+    parts: Tensor, out: Tensor, experts: int, epilogue: Epilogue, ids: Tensor | None, order: Tensor | None,
+    sorted_rows: bool,
 ) -> Launch:  # fmt: skip
     width = out.shape[1]
     block = min(_COLUMNS, triton.next_power_of_2(width))

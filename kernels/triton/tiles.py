@@ -91,5 +91,5 @@ def _parts(chip: Chip, problem: Problem, tile: Tile) -> int:
 def table_of(chip: Chip) -> dict:
     path = TABLES / f"{chip.name}.json"
     if not path.exists():
-        path = TABLES / {"cuda": "other_cuda.json", "hip": "other_hip.json", "interpreter": "interpreter.json"}[chip.vendor]
+        path = TABLES / ("interpreter.json" if chip.vendor == "interpreter" else f"other_{chip.vendor}.json")
     return json.loads(path.read_text())

@@ -52,7 +52,8 @@ def tuned(chip: Chip, layer: ExpertLayer, fmt: str, tokens: int) -> list[tuple[P
     sorting(flat, layer.experts, problem.bm, tiles).run()
 
     def up(tile: Tile) -> list[Launch]:
-        return product(chip, x, gate_up, inner, tile, Epilogue(activation=layer.activation), flat, tiles, gather=layer.top_k)
+        epilogue = Epilogue(activation=layer.activation)
+        return product(chip, x, gate_up, inner, tile, epilogue, flat, tiles, gather=layer.top_k)
 
     def back(tile: Tile) -> list[Launch]:
         return product(chip, inner, down, pieces, tile, Epilogue(weights=weights), flat, tiles, scatter=True)

@@ -1,4 +1,4 @@
-"""The kernels at the tiles of the tables and at real layer shapes, ready to be compiled: nothing of them is allocated."""
+"""The kernels at the tiles of the tables and at real layer shapes, to be compiled: nothing of them is allocated."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ class Variant:
 
     def loads_of_a_thread(self, chip: Chip) -> float:
         """16 bytes each, in a step along K: of packed weights alone."""
-        bits = self.launch.arguments["w"].element_size() * 8 * self.launch.arguments["w_words"] * self.launch.arguments["ALIGN"]
-        return self.weights_of_a_thread(chip) * bits / self.launch.arguments["K"] / 128
+        w, k = self.launch.arguments["w"], self.launch.arguments["K"]
+        return self.weights_of_a_thread(chip) * w.shape[-1] * w.element_size() / k / 16
 
 
 def all_variants(chip: Chip) -> dict[str, Variant]:

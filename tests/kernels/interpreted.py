@@ -1,4 +1,4 @@
-"""Kernels in Triton's interpreter, in processes of their own: whether it is used is settled when kernels are imported."""
+"""Kernels in Triton's interpreter, in processes of their own: importing kernels settles whether it is used."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ _patched: set[int] = set()
 
 
 def _call_patched_once(function, *args, **kwargs):
-    """Triton patches its language anew for every call of a function inside a kernel, which takes a third of the time."""
+    """Triton patches its language anew for every call inside a kernel, which takes a third of the time."""
     from triton.runtime import interpreter
 
     if id(function.fn.__globals__) not in _patched:

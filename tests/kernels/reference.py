@@ -154,7 +154,8 @@ def moe64(
     gate_up_bias: torch.Tensor | None = None, down_bias: torch.Tensor | None = None,
 ) -> np.ndarray:  # fmt: skip
     """The loop that `Ops.moe` describes."""
-    biases = [0 * w[..., 0] if b is None else b.double().numpy() for w, b in ((gate_up, gate_up_bias), (down, down_bias))]
+    both = (gate_up, gate_up_bias), (down, down_bias)
+    biases = [0 * w[..., 0] if b is None else b.double().numpy() for w, b in both]
     x, weights = x.double().numpy(), weights.double().numpy()
     out = np.zeros_like(x)
     half = gate_up.shape[1] // 2

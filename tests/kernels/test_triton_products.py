@@ -6,6 +6,8 @@ show allows.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -63,13 +65,35 @@ def test_linear_with_a_source_s_own_blocks(geometry):
         w = random_packed(fmt.with_scale(fmt.block, torch.float32), (70, 96), (40, 30))
         exponents = torch.randint(112, 120, w.scale.shape, generator=torch.Generator().manual_seed(2)).to(torch.uint8)
         exponents[0, 0] = 0  # 2^-127, which float32 has as a subnormal
-        w = PackedTensor(fmt, w.shape, w.segments, w.data, exponents)
-        floats = PackedTensor(fmt.with_scale(fmt.block, torch.float32), w.shape, w.segments, w.data, 2.0 ** (exponents.float() - 127))
+        floats = replace(w, scale=2.0 ** (exponents.float() - 127))
+        w = replace(w, format=fmt, scale=exponents)
     else:
         w = floats = random_packed(fmt, (70, 96), (40, 30))
     x = x_of(4, 96, dtype=torch.float32)
     y = interpreted.op("linear", x, w).result()
     assert worst_tile(y, linear64(x, decode64(floats))) < tolerance(torch.float32, 96)
+
+
+def natively(x: torch.Tensor, w: PackedTensor) -> torch.Tensor:
+    """linear as on a chip that converts fp8 by itself; run by a worker."""
+    from tutel_pack.kernels.triton import backend, chips
+
+    kept = backend.chip_of
+    backend.chip_of = lambda device: replace(chips.INTERPRETER, converts_fp8=True)
+    try:
+        return backend.linear(x, w, None)
+    finally:
+        backend.chip_of = kept
+
+
+def test_fp8_that_the_chip_converts():
+    """Every code; the last step is ragged."""
+    w, x = random_packed("fp8", (256, 160)), x_of(4, 160, dtype=torch.float32)
+    codes = torch.arange(256, dtype=torch.uint8)
+    codes[(codes & 0x7F) == 0x7F] = 0  # NaN
+    w.data.view(torch.uint8)[:] = codes[:, None]
+    y = interpreted.submit("tests.kernels.test_triton_products:natively", x, w).result()
+    assert worst_tile(y, linear64(x, decode64(w))) < tolerance(torch.float32, 160)
 
 
 def test_every_code_under_every_scale():
@@ -174,7 +198,7 @@ def test_many_experts():
     _check_moe(case, interpreted.op("moe", *made).result(), made)
 
 
-# Negative controls: what a faulty kernel would do, done to a weight; the result must not pass for that of the right one.
+# Negative controls: what a faulty kernel would do, done to a weight; the result must not pass for the right one's.
 
 CONTROL_CASE = MoeCase(12, 2, 3, 160, 160)
 
@@ -200,7 +224,7 @@ def test_the_kernels_read_what_is_damaged():
     case = MoeCase(6, 2, 3, 96, 48)
     x, ids, weights, gate_up, down = case.arguments("nvfp4", torch.bfloat16)
     expected, groups = moe64(x, ids, weights, decode64(gate_up), decode64(down)), tokens_of_experts(ids, 3)
-    damaged = [CONTROLS[name][0](w, 1) for name in ("swapped nibbles", "the next expert's global scale") for w in (gate_up,)]
+    damaged = [CONTROLS[name][0](gate_up, 1) for name in ("swapped nibbles", "the next expert's global scale")]
     calls = [interpreted.op("moe", x, ids, weights, w, down) for w in damaged]
     w, x1 = random_packed("nvfp4", (1, 20, 96)), x_of(8, 96, dtype=torch.bfloat16)
     one = interpreted.op("linear", x1, one_neighbours_scale(w, 0).expert(0))

@@ -24,17 +24,18 @@ ROUTERS = {
 }
 
 SCORES = {
-    "softmax": lambda x: np.exp(x - x.max(-1, keepdims=True)) / np.exp(x - x.max(-1, keepdims=True)).sum(-1, keepdims=True),
+    "softmax": lambda x: np.exp(x - x.max()) / np.exp(x - x.max()).sum(),
     "sigmoid": lambda x: 1 / (1 + np.exp(-x)),
     "sqrtsoftplus": lambda x: np.sqrt(np.log1p(np.exp(-np.abs(x))) + np.maximum(x, 0)),
     "softmax_chosen": lambda x: x,
 }
 
 
-def route64(logits: np.ndarray, moe: Moe, correction: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
+def route64(logits: torch.Tensor, moe: Moe, correction: torch.Tensor | None) -> tuple[np.ndarray, np.ndarray]:
     """Every token by itself, sorted in full."""
     router, ids, weights = moe.router, [], []
-    for row in logits:
+    correction = None if correction is None else correction.double().numpy()
+    for row in logits.double().numpy():
         score = SCORES[router.score](row)
         choice = score.copy() if correction is None else score + correction
         if router.top_groups < router.groups:
@@ -61,7 +62,7 @@ def test_route(name):
     logits[0, 1], logits[1, 2] = 60, -60  # all but one vanish; one does
     correction = x_of(moe.experts, dtype=torch.float32, seed=9) * 0.1 if moe.router.correction else None
     ids, weights = interpreted.op("route", logits, moe, correction).result()
-    expected_ids, expected = route64(logits.double().numpy(), moe, None if correction is None else correction.double().numpy())
+    expected_ids, expected = route64(logits, moe, correction)
     assert ids.dtype == torch.int64 and weights.dtype == torch.float32
     assert np.array_equal(ids.numpy(), expected_ids)
     assert np.allclose(weights.double().numpy(), expected, rtol=1e-5, atol=1e-30)
@@ -105,7 +106,8 @@ SORTS = {
 def test_sort(name):
     ids, experts, bm = SORTS[name], 7, 16
     tiles = len(ids) // bm + min(experts, len(ids))
-    order, expert, first, last = interpreted.submit("tests.kernels.test_triton_routing:sort", ids, experts, bm, tiles).result()
+    sorted_here = interpreted.submit("tests.kernels.test_triton_routing:sort", ids, experts, bm, tiles)
+    order, expert, first, last = sorted_here.result()
     bucket = torch.where((ids >= 0) & (ids < experts), ids, experts)
     assert torch.equal(order, torch.argsort(bucket, stable=True).int())
     expected = []
