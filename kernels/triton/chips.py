@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 
@@ -41,6 +42,7 @@ Capability"; AMD CDNA 3 and CDNA 4 ISA, "Local Data Share". These are compiled f
 INTERPRETER = Chip("interpreter", "interpreter", 4, 1 << 40, 255, 32)
 
 
+@cache
 def chip_of(device: torch.device) -> Chip:
     """The chip behind a device; one that is not in CHIPS takes the smallest limits of its vendor."""
     if device.type != "cuda":
