@@ -7,9 +7,11 @@ when a model is loaded and never changes after that. Backends are given checked 
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
+from importlib.util import find_spec
 
 import torch
 from torch import Tensor
@@ -17,11 +19,17 @@ from torch import Tensor
 from tutel_pack.errors import InputError
 from tutel_pack.formats import PackedTensor
 from tutel_pack.kernels.cpu import native
-from tutel_pack.kernels.cpu.native import Unavailable
 from tutel_pack.spec import ClampedSwiglu, Moe, Rope, Swiglu
 
-BACKENDS = {"cpu": "tutel_pack.kernels.cpu.backend", "torch": "tutel_pack.kernels.torch_backend"}
+BACKENDS = {
+    "cpu": "tutel_pack.kernels.cpu.backend",
+    "triton": "tutel_pack.kernels.triton.backend",
+    "torch": "tutel_pack.kernels.torch_backend",
+}
 """Name -> module, imported when chosen."""
+
+FUSED = ("linears", "attend", "routed", "layer")
+"""Several operations in one call, which a backend need not have."""
 
 _log = logging.getLogger(__name__)
 
@@ -100,34 +108,38 @@ class Layer:
 def get_ops(backend: str = "auto", device: torch.device | str = "cpu") -> Ops:
     """The operations by the backend of that name, for tensors on `device`.
 
-    "auto" takes the best one there: on a CPU the native kernels if they were built, else torch. InputError lists the
-    known names, and says why a backend cannot be had.
+    "auto" takes the best one there: the native kernels on a CPU, those of Triton on a GPU, torch where these cannot be
+    had. InputError lists the known names, and says why a backend cannot be had.
     """
-    if backend == "auto":
-        name, why = _best(torch.device(device))
-    else:
-        name, why = backend, "as asked for"
+    device = torch.device(device)
+    name, why = _best(device) if backend == "auto" else (backend, "as asked for")
     if name not in BACKENDS:
         raise InputError(f"Unknown backend {backend!r}: choose one of auto, {', '.join(BACKENDS)}.")
-    if name == "cpu" and torch.device(device).type != "cpu":
-        raise InputError(f"The backend 'cpu' cannot work on {device}: choose another, or the device 'cpu'.")
-    try:
-        ops = Ops(name)
-    except Unavailable as e:
-        raise InputError(f"The backend {name!r} cannot be had: {e}.") from e
+    if reason := _missing(name, device):
+        raise InputError(f"The backend {name!r} cannot be had: {reason}.")
     _log.info("kernels: backend %s, %s", name, why)
-    return ops
+    return Ops(name)
 
 
 def _best(device: torch.device) -> tuple[str, str]:
     """(name, why) of the backend to take unless asked for another."""
-    if device.type != "cpu":
-        return "torch", f"the one for {device.type}"
-    try:
-        native.library()
-    except Unavailable as e:
-        return "torch", f"because the native library is missing: {e}"
-    return "cpu", f"by {native.selected()} on {native.threads()} threads"
+    own = {"cpu": "cpu", "cuda": "triton"}.get(device.type, "torch")
+    if reason := _missing(own, device):
+        return "torch", f"because {own} cannot be had: {reason}"
+    return own, f"by {native.selected()} on {native.threads()} threads" if own == "cpu" else f"the one for {device.type}"
+
+
+def _missing(name: str, device: torch.device) -> str:
+    """What a backend lacks to work on a device, empty if nothing."""
+    if name == "cpu" and device.type != "cpu":
+        return f"it cannot work on {device}; choose another, or the device 'cpu'"
+    if name == "cpu":
+        return native.missing()
+    if name == "triton" and find_spec("triton") is None:
+        return "it needs the package triton: pip install 'tutel-pack[triton]'"
+    if name == "triton" and device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+        return "it runs on GPUs; on a CPU choose another, or test it by TRITON_INTERPRET=1"
+    return ""
 
 
 class Ops:
@@ -144,7 +156,7 @@ class Ops:
     def __init__(self, name: str):
         self.name = name
         self._backend = import_module(BACKENDS[name])
-        self._fused = {op: getattr(self._backend, op, None) for op in ("linears", "attend", "routed", "layer")}
+        self._fused = {op: getattr(self._backend, op, None) for op in FUSED}
 
     def linear(self, x: Tensor, w: Weight, bias: Tensor | None = None) -> Tensor:
         """x [T, K] · w [N, K]ᵀ + bias [N] -> [T, N]."""

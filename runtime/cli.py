@@ -162,6 +162,39 @@ def doctor(artifact, as_json):
         click.echo(f"{name:<{width}}  {', '.join(value) if isinstance(value, list) else value}")
 
 
+@main.command()
+@click.argument("artifact", required=False, metavar="[ARTIFACT]")
+@click.option("--model", metavar="NAME", help="A well-known model instead, such as DeepSeek-V3.")
+@click.option("--fmt", metavar="FMT", help="Format of its experts: fp8, mxfp4, nvfp4 or bf16.  [mxfp4]")
+@click.option("--chip", "chips", multiple=True, metavar="NAME", help="h200, mi300x, … (repeatable).  [all there are]")
+@click.option("--gpus", type=click.IntRange(1), default=1, metavar="N", help="How many of them.  [1]")
+@click.option("--batch", type=click.IntRange(1), default=1, metavar="B", help="Sequences at once.  [1]")
+@click.option("--context", type=click.IntRange(1), metavar="L", help="Positions each has in the cache.  [4096]")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def plan(artifact, model, fmt, chips, gpus, batch, context, as_json):
+    """Say how fast a model can decode on a GPU at most, what limits it, and whether it fits.
+
+    \b
+    Example:
+      tutel-run plan --model DeepSeek-V3 --fmt nvfp4 --chip h200 --gpus 8 --batch 64
+    """
+    if artifact and model:
+        raise click.UsageError("An artifact and --model are two models: give only one of them.")
+    if fmt and not model:
+        raise click.UsageError("--fmt is for --model: an artifact has its formats.")
+    from tutel_pack.kernels.triton.gpus import GPUS
+    from tutel_pack.runtime import planning
+
+    wanted = model or _folder(artifact, quiet=False)
+    found = planning.estimates(wanted, fmt or "mxfp4", chips or tuple(GPUS), gpus, batch, context)
+    if as_json:
+        return click.echo(json.dumps({"model": str(wanted), "chips": [e.to_json() for e in found]}))
+    click.echo(planning.HEAD)
+    for e in found:
+        click.echo(planning.line(e))
+    click.echo(planning.caveats(found))
+
+
 def _artifact_and_prompt(words: tuple[str, ...]) -> tuple[str | None, str]:
     if len(words) > 2:
         raise click.UsageError(f"Expected an artifact and a prompt, got {len(words)} words: put the prompt in quotes.")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -36,11 +37,11 @@ def facts(folder: Path | None = None) -> dict[str, str | list[str]]:
 
 def _kernels() -> list[str]:
     """Backends, the one that is taken first."""
-    try:
-        others = [name for name in native.available() if name != native.selected()]
-    except native.Unavailable as e:
-        return [f"torch (no native ones for this processor: {e})"]
-    return [f"cpu ({native.selected()}; there are {', '.join(others)} too; {native.threads()} threads)", "torch"]
+    gpus = ["triton (for GPUs)"] if find_spec("triton") else []
+    if reason := native.missing():
+        return [*gpus, f"torch (no native ones for this processor: {reason})"]
+    others = [name for name in native.available() if name != native.selected()]
+    return [f"cpu ({native.selected()}; there are {', '.join(others)} too; {native.threads()} threads)", *gpus, "torch"]
 
 
 def _version(name: str) -> str:

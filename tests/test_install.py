@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-MODULES = ("convert.cli", "quant.codec", "kernels.ops", "runtime.cli", "artifact")
+MODULES = ("convert.cli", "quant.codec", "kernels.ops", "kernels.triton.backend", "runtime.cli", "artifact")
 
 
 def run(*command, **options) -> str:
@@ -58,6 +58,7 @@ def test_wheel(clone, environment, tmp_path):
     names = run(sys.executable, "-m", "zipfile", "-l", wheel)
     for module in MODULES:
         assert f"tutel_pack/{module.replace('.', '/')}.py" in names
+    assert "tutel_pack/kernels/triton/tiles/sm_90.json" in names
     # A top-level package `kernels`, `quant`, … in a wheel would break other people's imports.
     tops = {line.split("/")[0] for line in names.splitlines()[1:]}
     assert all(top.startswith("tutel_pack") for top in tops), tops

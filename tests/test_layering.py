@@ -15,7 +15,7 @@ MAY_IMPORT = {
     "runtime": {"contract", "quant", "kernels"},
     "convert": {"contract", "quant"},
 }
-CONTRACT_MODULES = {"artifact", "commands", "errors", "formats", "general", "recent", "spec", "tensors"}
+CONTRACT_MODULES = {"artifact", "commands", "errors", "formats", "general", "known", "recent", "spec", "tensors"}
 CONTRACT_PACKAGES = {"torch", "safetensors"}
 
 

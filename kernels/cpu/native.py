@@ -67,6 +67,15 @@ def library() -> ctypes.CDLL:
     return found
 
 
+def missing() -> str:
+    """Why there is no library to use, as a clause of a sentence; empty if there is one."""
+    try:
+        library()
+    except Unavailable as e:
+        return str(e)
+    return ""
+
+
 def _select(found: ctypes.CDLL, name: str | None) -> None:
     if found.tp_select(None if name is None else name.encode()):
         have = found.tp_available().decode().replace(",", ", ")

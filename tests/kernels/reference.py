@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -88,9 +89,8 @@ def _elements(p: PackedTensor) -> np.ndarray:
     if p.format.name == "fp8":
         return E4M3[p.data.view(torch.uint8).numpy()]
     if p.format.per_item == 2:
-        bytes_ = p.data.numpy()
+        bytes_, values = p.data.numpy(), INT4 if p.format.name == "int4" else E2M1
         out = np.empty((bytes_.shape[0], 2 * bytes_.shape[1]))
-        values = INT4 if p.format.name == "int4" else E2M1
         out[:, 0::2], out[:, 1::2] = values[bytes_ & 15], values[bytes_ >> 4]
         return out
     return p.data.double().numpy()
@@ -144,18 +144,26 @@ def linear64(x: torch.Tensor, w: np.ndarray, bias: torch.Tensor | None = None) -
     return out if bias is None else out + bias.double().numpy()
 
 
+def swiglu64(gate: np.ndarray, up: np.ndarray) -> np.ndarray:
+    return gate / (1 + np.exp(-gate)) * up
+
+
 def moe64(
-    x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, gate_up: np.ndarray, down: np.ndarray
-) -> np.ndarray:
+    x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, gate_up: np.ndarray, down: np.ndarray,
+    activation: Callable[[np.ndarray, np.ndarray], np.ndarray] = swiglu64,
+    gate_up_bias: torch.Tensor | None = None, down_bias: torch.Tensor | None = None,
+) -> np.ndarray:  # fmt: skip
     """The loop that `Ops.moe` describes."""
+    both = (gate_up, gate_up_bias), (down, down_bias)
+    biases = [0 * w[..., 0] if b is None else b.double().numpy() for w, b in both]
     x, weights = x.double().numpy(), weights.double().numpy()
     out = np.zeros_like(x)
     half = gate_up.shape[1] // 2
     for t in range(len(x)):
         for j, e in enumerate(ids[t].tolist()):
             if e >= 0:
-                gate, up = gate_up[e, :half] @ x[t], gate_up[e, half:] @ x[t]
-                out[t] += weights[t, j] * (down[e] @ (gate / (1 + np.exp(-gate)) * up))
+                inner = gate_up[e] @ x[t] + biases[0][e]
+                out[t] += weights[t, j] * (down[e] @ activation(inner[:half], inner[half:]) + biases[1][e])
     return out
 
 

@@ -140,5 +140,5 @@ def test_the_backend_is_chosen_by_name_and_logged(caplog):
     with caplog.at_level(logging.INFO, "tutel_pack"):
         assert get_ops("torch").name == "torch"
     assert "backend torch, as asked for" in caplog.text
-    with pytest.raises(InputError, match="'tensorrt': choose one of auto, cpu, torch"):
+    with pytest.raises(InputError, match="'tensorrt': choose one of auto, cpu, triton, torch"):
         get_ops("tensorrt")

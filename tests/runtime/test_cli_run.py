@@ -430,13 +430,11 @@ def test_doctor_names_versions_kernels_and_the_path(artifact):
 def test_doctor_names_the_instruction_set_or_why_there_is_none(monkeypatch):
     from tutel_pack.kernels.cpu import native
 
+    monkeypatch.setattr(native, "missing", lambda: "")
     monkeypatch.setattr(native, "available", lambda: ["avx512", "avx2", "portable"])
     monkeypatch.setattr(native, "selected", lambda: "avx2")
     monkeypatch.setattr(native, "threads", lambda: 6)
-    assert "cpu (avx2; there are avx512, portable too; 6 threads), torch" in tutel_run("doctor").stdout
+    assert "cpu (avx2; there are avx512, portable too; 6 threads), triton (for GPUs), torch" in tutel_run("doctor").stdout
 
-    def missing():
-        raise native.Unavailable("it was not built: install a compiler")
-
-    monkeypatch.setattr(native, "available", missing)
+    monkeypatch.setattr(native, "missing", lambda: "it was not built: install a compiler")
     assert "torch (no native ones for this processor: it was not built: install a compiler)" in tutel_run("doctor").stdout

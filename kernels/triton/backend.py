@@ -1,0 +1,107 @@
+"""The backend of ops.py for NVIDIA's and AMD's GPUs: kernels in Triton, which TRITON_INTERPRET=1 runs on a CPU.
+
+linear (of packed weights), moe and route are kernels; the rest is torch's until it has one: attention,
+latent_attention, top_positions, embedding, rms_norm, rope, rotation, swiglu, products with plain matrices, and weights
+whose geometry `matmul.is_served` excludes. Nothing here waits for the device, and grids depend on shapes alone. An expert id that does
+not exist counts as −1, for to tell would mean to wait.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+from torch import Tensor
+
+from tutel_pack.kernels import torch_backend
+from tutel_pack.kernels.ops import Weight
+from tutel_pack.kernels.torch_backend import (  # noqa: F401  (served by torch)
+    attention,
+    embedding,
+    latent_attention,
+    rms_norm,
+    rope,
+    rotation,
+    swiglu,
+    top_positions,
+)
+from tutel_pack.kernels.triton.chips import chip_of
+from tutel_pack.kernels.triton.launch import Launch
+from tutel_pack.kernels.triton.matmul import (
+    Epilogue,
+    Operand,
+    Tiles,
+    is_served,
+    operand,
+    problem_of,
+    product,
+    sorting,
+    summing,
+)
+from tutel_pack.kernels.triton.router import route as _route
+from tutel_pack.kernels.triton.tiles import tile_for
+from tutel_pack.spec import ClampedSwiglu, Moe, Swiglu
+
+
+def linear(x: Tensor, w: Weight, bias: Tensor | None) -> Tensor:
+    if isinstance(w, Tensor) or w.format.block is None or not is_served(w):
+        return torch_backend.linear(x, w, bias)
+    out = x.new_empty(len(x), w.shape[0])
+    weight, chip = operand(w), chip_of(x.device)
+    tile = tile_for(chip, problem_of(weight, len(x)))
+    for launch in product(chip, x.contiguous(), weight, out, tile, Epilogue(bias)):
+        launch.run()
+    return out
+
+
+def route(logits: Tensor, spec: Moe, correction: Tensor | None) -> tuple[Tensor, Tensor]:
+    ids = torch.empty(len(logits), spec.top_k, dtype=torch.int64, device=logits.device)
+    weights = torch.empty(ids.shape, dtype=torch.float32, device=logits.device)
+    if len(logits):
+        routing(logits.contiguous(), spec, correction, ids, weights).run()
+    return ids, weights
+
+
+def routing(logits: Tensor, spec: Moe, correction: Tensor | None, ids: Tensor, weights: Tensor) -> Launch:
+    """Fills ids and weights."""
+    router = spec.router
+    groups = router.groups if router.top_groups < router.groups else 1
+    size = spec.experts // groups
+    g, s = triton.next_power_of_2(groups), triton.next_power_of_2(size)
+    arguments = dict(
+        logits=logits, correction=correction, ids=ids, weights=weights,
+        experts=spec.experts, size=size, scale=float(router.scale), epsilon=float(router.epsilon),
+        SCORE=router.score, TOP_K=spec.top_k, GROUPS=groups, TOP_GROUPS=min(groups, router.top_groups),
+        RENORMALIZE=router.renormalize, G=g, S=s, K=triton.next_power_of_2(spec.top_k),
+    )  # fmt: skip
+    return Launch(_route, (len(logits),), arguments, warps=1)
+
+
+def moe(
+    x: Tensor, ids: Tensor, weights: Tensor, gate_up: Weight, down: Weight, activation: Swiglu | ClampedSwiglu,
+    gate_up_bias: Tensor | None, down_bias: Tensor | None,
+) -> Tensor:  # fmt: skip
+    if not is_served(gate_up) or not is_served(down):
+        return torch_backend.moe(x, ids, weights, gate_up, down, activation, gate_up_bias, down_bias)
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    first, second = Epilogue(gate_up_bias, None, activation), Epilogue(down_bias, weights.contiguous())
+    for launch in experts(x.contiguous(), ids.contiguous(), operand(gate_up), operand(down), first, second, out):
+        launch.run()
+    return out
+
+
+def experts(
+    x: Tensor, ids: Tensor, gate_up: Operand, down: Operand, first: Epilogue, second: Epilogue, out: Tensor
+) -> list[Launch]:
+    """What fills out [T, H]: the sort, the two products, the sum. first, second: what follows the products."""
+    (count, h, i), pairs, chip = down.shape, ids.numel(), chip_of(x.device)
+    problem = problem_of(gate_up, pairs)
+    up, back = tile_for(chip, problem), tile_for(chip, problem_of(down, pairs))
+    tiles = Tiles.empty(pairs, problem.tiles, x.device)
+    inner, pieces = x.new_empty(pairs, i), x.new_empty(pairs, h)
+    flat = ids.view(-1)
+    return [
+        sorting(flat, count, up.bm, tiles),
+        *product(chip, x, gate_up, inner, up, first, flat, tiles, gather=ids.shape[1]),
+        *product(chip, inner, down, pieces, back, second, flat, tiles, scatter=True),
+        summing(pieces, ids, out, count),
+    ]

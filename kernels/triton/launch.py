@@ -1,0 +1,27 @@
+"""A kernel with all that it is launched with: run it here, or compile it for a chip that is not here (aot.py)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from triton.runtime.jit import JITFunction
+
+
+@dataclass(frozen=True)
+class Launch:
+    """arguments: by parameter name; tensors, numbers, None and constants."""
+
+    kernel: JITFunction
+    grid: tuple[int, ...]
+    arguments: dict[str, Any]
+    warps: int = 4
+    stages: int = 1
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Products and sums are fused, whatever the installed Triton's default."""
+        return {"num_warps": self.warps, "num_stages": self.stages, "enable_fp_fusion": True}
+
+    def run(self) -> None:
+        self.kernel[self.grid](**self.arguments, **self.options)

@@ -1,0 +1,204 @@
+"""From tensors to launches of `grouped_matmul` and what belongs to it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tutel_pack.formats import PackedTensor
+from tutel_pack.kernels.ops import Weight
+from tutel_pack.kernels.triton import grouped, sort
+from tutel_pack.kernels.triton.chips import Chip
+from tutel_pack.kernels.triton.launch import Launch
+from tutel_pack.kernels.triton.tiles import Problem, Tile
+from tutel_pack.spec import ClampedSwiglu, Swiglu
+
+PLAIN = "plain"
+_BITS = {
+    torch.uint8: torch.uint8, torch.float8_e4m3fn: torch.uint8, torch.bfloat16: torch.int16, torch.float32: torch.float32,
+}  # fmt: skip
+_COLUMNS = 1024
+"""Of an output that a program adds up."""
+
+
+@dataclass(frozen=True)
+class Operand:
+    """A weight as the kernel takes it: words [E, N, ·] (elements if plain), scale [E, ·, ·] of bits, factors [E, S].
+
+    first: rows of the first segment.
+    """
+
+    fmt: str
+    shape: tuple[int, int, int]
+    words: Tensor
+    scale: Tensor | None
+    factors: Tensor | None
+    block: tuple[int, int]
+    first: int
+
+    @property
+    def columns(self) -> int:
+        """The most that may be decoded at a time: blocks of fp8 are as wide as a step along K, or whole steps."""
+        if self.fmt != "fp8":
+            return 128
+        return next(columns for columns in _FP8_COLUMNS if _fits(self.block[1], columns, self.shape[2]))
+
+    def in_fragment_order(self, tile: Tile) -> bool:
+        """Whether decoded words can be put in the order of matrix instructions without moving them."""
+        return tile.bk == {"fp8": 64, PLAIN: 0}.get(self.fmt, 128) and tile.bn % (16 * tile.warps) == 0
+
+    def stored(self, native: bool) -> dict[str, Tensor | int]:
+        """The words, or bytes if fp8 is converted natively, with strides in units of ALIGN of them if they are words."""
+        w = self.words.view(torch.uint8) if native else self.words
+        expert, row, _ = w.stride()
+        width = w.shape[2]
+        align = next(a for a in (4, 2, 1) if expert % a == row % a == width % a == 0) if w.dtype == torch.int32 else 1
+        return {"w": w, "w_expert": expert // align, "w_row": row // align, "w_words": width // align, "ALIGN": align}
+
+
+_FP8_COLUMNS = (64, 32, 16)
+
+
+def _fits(block: int, columns: int, k: int) -> bool:
+    return block % columns == 0 or block >= k
+
+
+def is_served(w: Weight) -> bool:
+    """Whether the kernel can take this weight: rows of fp8 must be whole words, and its blocks whole steps; there may
+    be two segments. Everything that is packed here is; the rest are geometries that only sources can have."""
+    if isinstance(w, Tensor) or w.format.block is None:
+        return True
+    if len(w.segments) > 2:
+        return False
+    if w.format.name != "fp8":
+        return True
+    return w.shape[-1] % 4 == 0 and any(_fits(w.format.block[1], c, w.shape[-1]) for c in _FP8_COLUMNS)
+
+
+def operand(w: Weight) -> Operand:
+    """Views of a served weight, [N, K] or [E, N, K]; nothing is copied."""
+    e, n, k = w.shape if len(w.shape) == 3 else (1, *w.shape)
+    if isinstance(w, Tensor) or w.format.block is None:
+        data = w if isinstance(w, Tensor) else w.data
+        return Operand(PLAIN, (e, n, k), data.view(e, n, k), None, None, (1, 1), n)
+    words = w.data.view(torch.uint8).view(torch.int32)
+    scale = w.scale.view(_BITS[w.scale.dtype])
+    words, scale = (p.view(e, *p.shape[-2:]) for p in (words, scale))
+    factors = None if w.global_scale is None else w.global_scale.reshape(e, -1)
+    return Operand(w.format.name, (e, n, k), words, scale, factors, w.format.block, w.segments[0])
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """Of sorted pairs, see `sort.sort_pairs`."""
+
+    order: Tensor
+    expert: Tensor
+    first: Tensor
+    last: Tensor
+
+    @classmethod
+    def empty(cls, pairs: int, tiles: int, device: torch.device) -> Tiles:
+        return cls(*(torch.empty(size, dtype=torch.int32, device=device) for size in (pairs, tiles, tiles, tiles)))
+
+
+def sorting(ids: Tensor, experts: int, bm: int, tiles: Tiles) -> Launch:
+    """Of ids int64 [pairs]."""
+    arguments = dict(
+        ids=ids, order=tiles.order, tile_expert=tiles.expert, tile_first=tiles.first, tile_last=tiles.last,
+        pairs=len(ids), experts=experts, tiles=len(tiles.expert),
+        BM=bm, BUCKETS=triton.next_power_of_2(experts + 1), BLOCK=min(1024, triton.next_power_of_2(max(32, len(ids)))),
+    )  # fmt: skip
+    return Launch(sort.sort_pairs, (experts + 1,), arguments)
+
+
+def summing(pieces: Tensor, ids: Tensor, out: Tensor, experts: int) -> Launch:
+    """Of pieces [T · k, H] by ids [T, k] into out [T, H]."""
+    h = out.shape[1]
+    block = min(_COLUMNS, triton.next_power_of_2(h))
+    arguments = dict(pieces=pieces, ids=ids, out=out, H=h, top_k=ids.shape[1], experts=experts, BLOCK=block)
+    return Launch(sort.sum_pieces, (len(out), -(-h // block)), arguments)
+
+
+@dataclass(frozen=True)
+class Epilogue:
+    """bias [E, N], weights float32 [pairs] of output rows, an activation of gate and up rows; each may be None."""
+
+    bias: Tensor | None = None
+    weights: Tensor | None = None
+    activation: Swiglu | ClampedSwiglu | None = None
+
+    def constants(self) -> dict:
+        a = self.activation
+        clamped = isinstance(a, ClampedSwiglu)
+        limit, alpha, shift = (float(a.limit), float(a.alpha), float(a.shift)) if clamped else (None, 1.0, 0.0)
+        return {"GATED": a is not None, "LIMIT": limit, "ALPHA": alpha, "SHIFT": shift}
+
+
+def product(
+    chip: Chip, x: Tensor, w: Operand, out: Tensor, tile: Tile, epilogue: Epilogue = Epilogue(),
+    ids: Tensor | None = None, tiles: Tiles | None = None, gather: int = 0, scatter: bool = False,
+) -> list[Launch]:  # fmt: skip
+    """Launches that fill out [rows, ·] from x and w.
+
+    ids, tiles: of the pairs, for weights of experts.  gather: pairs of a token, where x is by token.  scatter: out is
+    by pair.
+    """
+    e, n, k = w.shape
+    rows = len(out)
+    parts = out
+    if tile.split > 1:
+        parts = torch.empty(tile.split, rows, n, dtype=torch.float32, device=out.device)
+    own = epilogue if tile.split == 1 else Epilogue(activation=epilogue.activation)
+    tiles_m = len(tiles.expert) if tiles else -(-rows // tile.bm)
+    dot, native = _dot_type(chip, x.dtype), w.fmt == "fp8" and chip.converts_fp8
+    arguments = dict(
+        x=x, scale=w.scale, factors=w.factors, bias=own.bias, weights=own.weights, out=parts,
+        order=tiles and tiles.order, tile_expert=tiles and tiles.expert, tile_first=tiles and tiles.first,
+        tile_last=tiles and tiles.last,
+        tiles_m=tiles_m, pairs=rows, x_per_row=max(1, gather), N=n, K=k, first=w.first,
+        segments=1 if w.factors is None else w.factors.shape[1],
+        **w.stored(native), scale_expert=0 if w.scale is None else w.scale.stride(0),
+        scale_row=0 if w.scale is None else w.scale.stride(1),
+        out_row=parts.shape[-1], out_split=parts.stride(0) if tile.split > 1 else 0,
+        FMT=w.fmt, DOT=dot, NATIVE=native, PAIRS=chip.vendor == "cuda" and dot == tl.bfloat16,
+        FRAGMENT=chip.vendor != "hip" and not native and w.in_fragment_order(tile),
+        BLOCK_N=w.block[0], BLOCK_K=w.block[1], E8M0=w.fmt == "fp8" and w.scale.dtype == torch.uint8,
+        GROUPED=tiles is not None, GATHER=gather > 0, SCATTER=scatter, **epilogue.constants(),
+        BM=tile.bm, BN=tile.bn, BK=tile.bk, SPLIT=tile.split, EVEN_K=k % tile.bk == 0, WARPS=tile.warps,
+    )  # fmt: skip
+    grid = (tiles_m * -(-n // tile.bn), tile.split)
+    launches = [Launch(grouped.grouped_matmul, grid, arguments, tile.warps, tile.stages)]
+    if tile.split > 1:
+        launches.append(_finishing(parts, out, e, epilogue, ids, tiles and tiles.order, sorted_rows=not scatter))
+    return launches
+
+
+def _finishing(
+    parts: Tensor, out: Tensor, experts: int, epilogue: Epilogue, ids: Tensor | None, order: Tensor | None,
+    sorted_rows: bool,
+) -> Launch:  # fmt: skip
+    width = out.shape[1]
+    block = min(_COLUMNS, triton.next_power_of_2(width))
+    arguments = dict(
+        parts=parts, ids=ids, order=order, bias=epilogue.bias, weights=epilogue.weights, out=out,
+        N=parts.shape[2], experts=experts, part_stride=parts.stride(0),
+        SORTED=ids is not None and sorted_rows, **epilogue.constants(), SPLIT=len(parts), BLOCK=block,
+    )  # fmt: skip
+    return Launch(grouped.finish, (len(out), -(-width // block)), arguments)
+
+
+def _dot_type(chip: Chip, dtype: torch.dtype) -> tl.dtype:
+    """What is multiplied. The interpreter multiplies bfloat16 as integers (seen in Triton 3.8 and 3.9)."""
+    if chip.vendor == "interpreter" and dtype == torch.bfloat16:
+        return tl.float32
+    return {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}[dtype]
+
+
+def problem_of(w: Operand, rows: int) -> Problem:
+    """A product with that many rows, tokens or pairs."""
+    return Problem(w.fmt, *w.shape, rows, w.columns)

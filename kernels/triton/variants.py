@@ -1,0 +1,119 @@
+"""The kernels at the tiles of the tables and at real layer shapes, to be compiled: nothing of them is allocated."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from tutel_pack.formats import FORMATS, PackedTensor
+from tutel_pack.kernels.triton.aot import Compiled, compile_for
+from tutel_pack.kernels.triton.backend import routing
+from tutel_pack.kernels.triton.chips import CHIPS, Chip
+from tutel_pack.kernels.triton.launch import Launch
+from tutel_pack.kernels.triton.matmul import Epilogue, Operand, Tiles, operand, problem_of, product, sorting, summing
+from tutel_pack.kernels.triton.tiles import TOKENS, Tile, tile_for
+from tutel_pack.spec import ClampedSwiglu, Moe, Router, Swiglu
+
+PACKED = ("mxfp4", "nvfp4", "int4", "fp8", "bf16")
+EXPERTS, HIDDEN, INTERMEDIATE, TOP_K = 128, 2048, 768, 8
+"""Of Qwen3-30B-A3B. Other layers differ by numbers that are no constants of the kernels."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """tile: of a product, None for other kernels."""
+
+    name: str
+    launch: Launch
+    tile: Tile | None = None
+
+    def int_ops_per_weight(self, chip: Chip, made: Compiled) -> float | None:
+        """None for what decodes nothing."""
+        return made.int_ops / self.weights_of_a_thread(chip) if self.tile else None
+
+    def weights_of_a_thread(self, chip: Chip) -> float:
+        """Decoded in a step along K, if every thread decodes what no other does."""
+        return self.tile.bn * self.tile.bk / (chip.warp * self.tile.warps)
+
+    def loads_of_a_thread(self, chip: Chip) -> float:
+        """16 bytes each, in a step along K: of packed weights alone."""
+        w, k = self.launch.arguments["w"], self.launch.arguments["K"]
+        return self.weights_of_a_thread(chip) * w.shape[-1] * w.element_size() / k / 16
+
+
+def all_variants(chip: Chip) -> dict[str, Variant]:
+    """Everything there is, by name."""
+    halves = gate_up(chip, "mxfp4", TOKENS[0], torch.float16)
+    found = [*matmuls(chip), *others(chip), clamped(chip), replace(halves, name="gate_up mxfp4 16 float16")]
+    return {v.name: v for v in found}
+
+
+def compiled(chip_name: str, variant_name: str) -> Compiled:
+    """One of `all_variants`: what a process of its own is asked for."""
+    chip = CHIPS[chip_name]
+    return compile_for(chip, all_variants(chip)[variant_name].launch)
+
+
+def matmuls(chip: Chip, formats: tuple[str, ...] = PACKED, tokens: tuple[int, ...] = TOKENS) -> list[Variant]:
+    """gate_up of every format by every tile of the rule."""
+    return [gate_up(chip, fmt, bm) for fmt in formats for bm in tokens]
+
+
+def gate_up(chip: Chip, fmt: str, bm: int, dtype: torch.dtype = torch.bfloat16) -> Variant:
+    w, pairs = _experts(fmt, 2 * INTERMEDIATE, HIDDEN, (INTERMEDIATE, INTERMEDIATE)), bm * EXPERTS
+    x, out = _meta(pairs // TOP_K, HIDDEN, dtype=dtype), _meta(pairs, INTERMEDIATE, dtype=dtype)
+    return _variant(chip, f"gate_up {fmt} {bm}", x, w, out, Epilogue(activation=Swiglu()), gather=TOP_K)
+
+
+def others(chip: Chip) -> list[Variant]:
+    """What is not a gate_up: products as decoding one token has them, and kernels without a matrix instruction."""
+    w = _experts("mxfp4", HIDDEN, INTERMEDIATE, (HIDDEN,))
+    pieces = _meta(TOP_K, HIDDEN)
+    second = Epilogue(_meta(EXPERTS, HIDDEN), _meta(TOP_K, dtype=torch.float32))
+    down = _variant(chip, "down mxfp4 16", _meta(TOP_K, INTERMEDIATE), w, pieces, second, scatter=True)
+    matrix = operand(PackedTensor.empty(FORMATS["fp8"], (576, 7168), (576,), "meta"))
+    tile = tile_for(chip, problem_of(matrix, 1))
+    linear, finish = product(chip, _meta(1, 7168), matrix, _meta(1, 576), tile, Epilogue())
+    ids, moe = _meta(1, TOP_K, dtype=torch.int64), Moe(512, 10, 512)
+    grouped = Moe(256, 8, 2048, Router("sigmoid", correction=True, groups=8, top_groups=4))
+    tiles = Tiles.empty(TOP_K, TOP_K, torch.device("meta"))
+    return [
+        down,
+        Variant("linear fp8 16", linear, tile),
+        Variant("finish", finish),
+        Variant("sort_pairs", sorting(ids.view(-1), 512, 16, tiles)),
+        Variant("sum_pieces", summing(pieces, ids, pieces[:1], EXPERTS)),
+        Variant("route softmax 512", _routing(moe)),
+        Variant("route grouped sigmoid 256", _routing(grouped)),
+    ]
+
+
+def clamped(chip: Chip) -> Variant:
+    """gpt-oss's gate_up: clamped, with a bias."""
+    w = _experts("mxfp4", 5760, 2880, (2880, 2880))
+    epilogue = Epilogue(_meta(EXPERTS, 5760), None, ClampedSwiglu(7.0, 1.702, 1.0))
+    return _variant(chip, "gate_up clamped mxfp4 16", _meta(16, 2880), w, _meta(64, 2880), epilogue, gather=4)
+
+
+def _variant(chip: Chip, name: str, x: Tensor, w: Operand, out: Tensor, epilogue: Epilogue, **how) -> Variant:
+    problem = problem_of(w, len(out))
+    tile = tile_for(chip, problem)
+    tiles = Tiles.empty(len(out), problem.tiles, torch.device("meta"))
+    launch, *_ = product(chip, x, w, out, tile, epilogue, _meta(len(out), dtype=torch.int64), tiles, **how)
+    return Variant(name, launch, tile)
+
+
+def _routing(moe: Moe) -> Launch:
+    correction = _meta(moe.experts, dtype=torch.float32) if moe.router.correction else None
+    ids, weights = _meta(1, moe.top_k, dtype=torch.int64), _meta(1, moe.top_k, dtype=torch.float32)
+    return routing(_meta(1, moe.experts, dtype=torch.float32), moe, correction, ids, weights)
+
+
+def _experts(fmt: str, n: int, k: int, segments: tuple[int, ...]) -> Operand:
+    return operand(PackedTensor.empty(FORMATS[fmt], (EXPERTS, n, k), segments, "meta"))
+
+
+def _meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")

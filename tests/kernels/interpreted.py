@@ -1,0 +1,66 @@
+"""Kernels in Triton's interpreter, in processes of their own: importing kernels settles whether it is used."""
+
+from __future__ import annotations
+
+import atexit
+import importlib
+import multiprocessing
+import os
+from concurrent.futures import Future, ProcessPoolExecutor
+from functools import cache
+
+import torch
+
+WORKERS = 2
+
+
+def submit(function: str, *args, **kwargs) -> Future:
+    """Call a function, "module:name", with memory poisoned by NaN."""
+    return _pool().submit(_call, function, args, kwargs)
+
+
+def op(name: str, *args) -> Future:
+    """An operation of `kernels.ops` by the triton backend."""
+    return submit("tests.kernels.interpreted:_op", name, *args)
+
+
+def _op(name: str, *args):
+    from tutel_pack.kernels.ops import Ops
+
+    return getattr(Ops("triton"), name)(*args)
+
+
+def _call(function: str, args: tuple, kwargs: dict):
+    module, name = function.split(":")
+    return getattr(importlib.import_module(module), name)(*args, **kwargs)
+
+
+@cache
+def _pool() -> ProcessPoolExecutor:
+    pool = ProcessPoolExecutor(WORKERS, multiprocessing.get_context("spawn"), _prepare)
+    atexit.register(pool.shutdown)
+    return pool
+
+
+def _prepare() -> None:
+    os.environ["TRITON_INTERPRET"] = "1"
+    torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(True)
+    assert torch.empty(8).isnan().all()
+
+    from triton.runtime import interpreter
+
+    interpreter.InterpretedFunction.__call__ = _call_patched_once
+
+
+_patched: set[int] = set()
+
+
+def _call_patched_once(function, *args, **kwargs):
+    """Triton patches its language anew for every call inside a kernel, which takes a third of the time."""
+    from triton.runtime import interpreter
+
+    if id(function.fn.__globals__) not in _patched:
+        _patched.add(id(function.fn.__globals__))
+        interpreter._patch_lang(function.fn)
+    return function.rewrite()(*args, **kwargs)

@@ -1,0 +1,87 @@
+"""Triton's kernels compiled for five chips, none of which need be here, and their machine code looked at."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import re
+from concurrent.futures import Future, ProcessPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tutel_pack.kernels.triton.aot import MATRIX, Compiled, compile_for
+from tutel_pack.kernels.triton.chips import CHIPS
+from tutel_pack.kernels.triton.variants import all_variants, compiled
+
+COUNTS = json.loads((Path(__file__).parents[2] / "bench" / "kernels_aot.json").read_text())
+"""Integer instructions for a decoded weight, as bench/kernels_aot.py last found them."""
+
+SLACK = 1.03
+
+UNITS = {"sm_80": "mma", "sm_90": "wgmma", "sm_100": "tcgen05", "gfx942": "mfma", "gfx950": "mfma"}
+
+QUICK = [
+    *(f"gate_up {fmt} 16" for fmt in ("mxfp4", "nvfp4", "int4", "fp8", "bf16")),  # decoding
+    "gate_up mxfp4 128",  # prefill
+    "sort_pairs",
+    "sum_pieces",
+    "finish",
+    "route grouped sigmoid 256",
+]
+"""For `make test`; the rest is marked slow."""
+
+VARIANTS = {chip.name: all_variants(chip) for chip in CHIPS.values()}
+CASES = [
+    pytest.param(chip, name, id=f"{chip}-{name}", marks=() if name in QUICK else pytest.mark.slow)
+    for chip, variants in VARIANTS.items()
+    for name in variants
+]
+
+
+@pytest.fixture(scope="module")
+def results(request) -> dict[tuple[str, str], Future[Compiled]]:
+    """Of all cases that are to run, by two processes."""
+    items = [item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
+    wanted = dict.fromkeys((item.callspec.params["chip"], item.callspec.params["name"]) for item in items)
+    with ProcessPoolExecutor(2, multiprocessing.get_context("spawn")) as pool:
+        yield {case: pool.submit(compiled, *case) for case in wanted}
+
+
+@pytest.mark.parametrize("chip, name", CASES)
+def test_machine_code(chip, name, results):
+    made, variant, limits = results[chip, name].result(), VARIANTS[chip][name], CHIPS[chip]
+    assert made.spills == 0
+    assert made.shared <= limits.shared and 0 < made.registers <= limits.registers
+    if variant.tile is None:
+        assert made.matrix_instructions == ()
+        return
+    check_instruction(chip, name, made)
+    assert made.wide_loads >= variant.loads_of_a_thread(limits)
+    if limits.vendor == "cuda":
+        # Weights and tokens are copied to shared memory; only scales are loaded in smaller pieces, into registers.
+        copies = [op for op in made.loop if op.startswith("LDGSTS")]
+        assert copies and all(op.endswith(".128") for op in copies)
+    assert variant.int_ops_per_weight(limits, made) <= SLACK * COUNTS[chip][name]
+
+
+def check_instruction(chip: str, name: str, made: Compiled) -> None:
+    """It is the one that the table of tiles states, with float16 for bfloat16 where that is what is multiplied."""
+    stated = VARIANTS[chip][name].tile.instruction
+    if name.endswith("float16"):
+        stated = stated.replace("bf16", "f16")
+    assert made.matrix_instructions == (stated,)
+    assert re.search(MATRIX[UNITS[chip]], stated)
+
+
+def test_compilations_are_few():
+    assert len(QUICK) * len(CHIPS) <= 60 and all(name in variants for variants in VARIANTS.values() for name in QUICK)
+
+
+def test_a_tile_that_is_too_large_is_seen():
+    """Triton compiles it without a complaint, for a chip that cannot hold it."""
+    chip = CHIPS["gfx942"]
+    launch = VARIANTS["gfx942"]["gate_up bf16 128"].launch
+    too_large = replace(launch, arguments={**launch.arguments, "BN": 256, "BK": 128}, stages=3)
+    assert compile_for(chip, too_large).shared > chip.shared

@@ -1,0 +1,109 @@
+"""The choice of the triton backend, and of its tiles."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+
+import pytest
+import torch
+from tests.kernels.test_products import x_of
+
+from tutel_pack.errors import InputError
+from tutel_pack.formats import FORMATS, PackedTensor
+from tutel_pack.kernels import ops, torch_backend
+from tutel_pack.kernels.triton import backend, tiles, tune
+from tutel_pack.kernels.triton.chips import CHIPS, Chip
+from tutel_pack.kernels.triton.matmul import is_served, operand, problem_of
+from tutel_pack.kernels.triton.tiles import Problem, tile_for
+
+H100 = CHIPS["sm_90"]
+EXPERTS = Problem("mxfp4", 128, 1536, 2048, 8, 128)
+
+
+def test_gpus_take_it_by_default():
+    assert ops.get_ops("auto", "cuda").name == "triton"
+    assert ops.get_ops("auto", "cpu").name != "triton"
+
+
+def test_a_cpu_takes_it_in_the_interpreter_only(monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with pytest.raises(InputError, match="runs on GPUs; on a CPU choose another"):
+        ops.get_ops("triton", "cpu")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert ops.get_ops("triton", "cpu").name == "triton"
+
+
+def test_without_triton_torch_serves(monkeypatch):
+    monkeypatch.setattr(ops, "find_spec", lambda name: None)
+    assert ops.get_ops("auto", "cuda").name == "torch"
+    with pytest.raises(InputError, match=r"needs the package triton: pip install 'tutel-pack\[triton\]'"):
+        ops.get_ops("triton", "cuda")
+
+
+def test_it_has_every_operation():
+    names = [name for name in vars(ops.Ops) if not name.startswith("_") and name not in ops.FUSED]
+    assert len(names) > 10 and all(callable(getattr(backend, name)) for name in names)
+
+
+@pytest.mark.parametrize(
+    "rows, bm",
+    [(8, 16), (128 * 16, 16), (128 * 16 + 1, 32), (128 * 100, 128), (1 << 20, 128)],
+)
+def test_a_tile_has_about_an_experts_tokens(rows, bm):
+    assert tile_for(H100, replace(EXPERTS, rows=rows)).bm == bm
+
+
+def test_few_programs_share_k():
+    """A single token and a matrix of 576 rows leave most of a chip idle; a wide one does not."""
+    narrow, wide = Problem("fp8", 1, 576, 7168, 1, 64), Problem("fp8", 1, 32768, 7168, 1, 64)
+    assert tile_for(H100, narrow).split == tiles.MOST_PARTS and tile_for(H100, wide).split == 1
+    assert tile_for(H100, replace(narrow, k=256)).split == 1, "there is nothing to share"
+
+
+def test_narrow_blocks_make_narrow_steps():
+    steps = {}
+    for block in ((128, 128), (32, 32), (1, 96)):
+        w = PackedTensor.empty(FORMATS["fp8"].with_block(block), (64, 96), (64,), "meta")
+        steps[block] = tile_for(H100, problem_of(operand(w), 1)).bk
+    assert steps == {(128, 128): 64, (32, 32): 32, (1, 96): 64}
+
+
+def test_an_unknown_chip_takes_its_vendors_tiles():
+    assert tile_for(Chip("sm_86", "cuda", 84, 99 << 10, 255, 32), EXPERTS).stages == 2
+    assert tile_for(Chip("gfx90a", "hip", 104, 64 << 10, 512, 64), EXPERTS).instruction.startswith("v_mfma")
+
+
+def test_what_the_tuner_writes_is_used(tmp_path, monkeypatch):
+    shutil.copy(tiles.TABLES / "sm_90.json", tmp_path)
+    path = tmp_path / "sm_90.json"
+    rule = json.loads(path.read_text())["rule"]
+    monkeypatch.setattr(tiles, "TABLES", tmp_path)
+    tiles.table_of.cache_clear()
+    best = replace(tile_for(H100, EXPERTS), bn=64, split=4)
+    tune.write(path, EXPERTS, best)
+    tiles.table_of.cache_clear()
+    assert tile_for(H100, EXPERTS) == best and tile_for(H100, replace(EXPERTS, rows=7)) == best
+    assert tile_for(H100, replace(EXPERTS, rows=9)) != best
+    assert json.loads(path.read_text())["rule"] == rule
+    tiles.table_of.cache_clear()
+
+
+@pytest.mark.parametrize(
+    "fmt, shape, segments",
+    [
+        (FORMATS["fp8"], (20, 98), (20,)),  # a row is no whole number of words
+        (FORMATS["fp8"].with_block((24, 24)), (20, 96), (20,)),  # blocks are not made of steps
+        (FORMATS["nvfp4"], (30, 96), (10, 10, 10)),
+    ],
+    ids=["odd rows", "odd blocks", "three segments"],
+)
+def test_what_is_not_served_is_torch_s(fmt, shape, segments):
+    w = PackedTensor.empty(fmt, shape, segments)
+    assert not is_served(w)
+    for part in w.parts().values():
+        if part is not None:
+            part.view(torch.uint8).zero_()
+    x = x_of(2, shape[1], dtype=torch.float32)
+    assert torch.equal(backend.linear(x, w, None), torch_backend.linear(x, w, None))

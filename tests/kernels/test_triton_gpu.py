@@ -1,0 +1,92 @@
+"""What is proven in the interpreter, on the GPU that is here; bench/gpu.sh runs it first."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from tests.kernels.reference import (
+    DTYPES,
+    decode64,
+    linear64,
+    moe64,
+    random_packed,
+    tokens_of_experts,
+    tolerance,
+    worst_tile,
+)
+from tests.kernels.test_products import MoeCase, x_of
+from tests.kernels.test_triton_products import ACTIVATION, FORMATS_HERE, LINEAR, MOE, clamped64
+from tests.kernels.test_triton_routing import ROUTERS, route64
+
+from tutel_pack.formats import PackedTensor
+from tutel_pack.kernels.ops import get_ops
+
+if not torch.cuda.is_available():
+    pytest.skip("there is no GPU here", allow_module_level=True)
+
+LARGER = {
+    "prefill": MoeCase(300, 4, 6, 512, 384),  # several full tiles of every expert
+    "hot and ragged": MoeCase(200, 1, 5, 288, 160, [[3]] * 199 + [[0]]),
+    "384 experts": MoeCase(64, 8, 384, 256, 128),
+}
+
+
+@pytest.fixture
+def ops():
+    return get_ops("triton", "cuda")
+
+
+def on_gpu(*arguments):
+    return [a.to("cuda") if isinstance(a, (torch.Tensor, PackedTensor)) else a for a in arguments]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("fmt", FORMATS_HERE)
+@pytest.mark.parametrize("shape", LINEAR)
+def test_linear(shape, fmt, dtype, ops):
+    t, segments, k = LINEAR[shape]
+    w, x = random_packed(fmt, (sum(segments), k), segments), x_of(t, k, dtype=dtype)
+    bias = x_of(sum(segments), dtype=torch.bfloat16, seed=6)
+    y = ops.linear(*on_gpu(x, w, bias)).cpu()
+    assert worst_tile(y, linear64(x, decode64(w), bias)) < tolerance(dtype, k)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("fmt", [*FORMATS_HERE, "bf16"])
+@pytest.mark.parametrize("case", {**MOE, **LARGER})
+def test_moe(case, fmt, dtype, ops):
+    case = {**MOE, **LARGER}[case]
+    x, ids, weights, gate_up, down = case.arguments(fmt, dtype)
+    biases = [x_of(case.experts, n, dtype=torch.bfloat16) for n in (gate_up.shape[1], case.hidden)]
+    y = ops.moe(*on_gpu(x, ids, weights, gate_up, down, ACTIVATION, *biases)).cpu()
+    ids = ids.masked_fill(ids >= case.experts, -1)
+    expected = moe64(x, ids, weights, decode64(gate_up), decode64(down), clamped64, *biases)
+    assert worst_tile(y, expected, tokens_of_experts(ids, case.experts)) < tolerance(dtype, case.intermediate)
+
+
+@pytest.mark.parametrize("name", ROUTERS)
+def test_route(name, ops):
+    moe = ROUTERS[name]
+    logits = x_of(64, moe.experts, dtype=torch.float32) * 3
+    correction = x_of(moe.experts, dtype=torch.float32, seed=9) * 0.1 if moe.router.correction else None
+    ids, weights = ops.route(*on_gpu(logits, moe, correction))
+    expected_ids, expected = route64(logits, moe, correction)
+    assert np.array_equal(ids.cpu().numpy(), expected_ids)
+    assert np.allclose(weights.cpu().double().numpy(), expected, rtol=1e-5, atol=1e-30)
+
+
+def test_moe_in_a_graph(ops):
+    """Replayed with other experts and dropped tokens, without a word from the host."""
+    x, ids, weights, gate_up, down = LARGER["prefill"].arguments("mxfp4", torch.bfloat16)
+    device = on_gpu(x, ids, weights, gate_up, down)
+    ops.moe(*device)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = ops.moe(*device)
+    ids = (ids + 1) % 6
+    ids[::3] = -1
+    device[1].copy_(ids)
+    graph.replay()
+    expected = moe64(x, ids, weights, decode64(gate_up), decode64(down))
+    assert worst_tile(y.cpu(), expected, tokens_of_experts(ids, 6)) < tolerance(torch.bfloat16, 384)
