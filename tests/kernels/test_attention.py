@@ -8,16 +8,16 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import pytest
 import torch
-from tests.kernels.reference import DTYPES, tolerance, worst_tile
+from tests.kernels.reference import ON_A_CPU, DTYPES, tolerance, worst_tile
 
 from tutel_pack.kernels.cpu import native
-from tutel_pack.kernels.ops import BACKENDS, Layout, get_ops
+from tutel_pack.kernels.ops import Layout, get_ops
 
 OPS = get_ops("torch")
 D = 32
 
 
-@pytest.fixture(autouse=True, params=list(BACKENDS))
+@pytest.fixture(autouse=True, params=ON_A_CPU)
 def every_backend(request, monkeypatch):
     if request.param == "cpu" and not native.LIBRARY.exists():
         pytest.skip("the native kernels were not built: there was no compiler")

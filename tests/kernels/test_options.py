@@ -8,19 +8,19 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from tests.kernels.reference import DTYPES, decode64, random_packed, tolerance, tokens_of_experts, worst_tile
+from tests.kernels.reference import ON_A_CPU, DTYPES, decode64, random_packed, tolerance, tokens_of_experts, worst_tile
 from tests.kernels.test_attention import Case
 from tests.kernels.test_small_ops import assert_rounded_once, x_of
 
 from tutel_pack.kernels import torch_backend
 from tutel_pack.kernels.cpu import native
-from tutel_pack.kernels.ops import BACKENDS, Layout, get_ops
+from tutel_pack.kernels.ops import Layout, get_ops
 from tutel_pack.spec import ClampedSwiglu, Dynamic, Linear, Llama3, Moe, Rope, Router, Swiglu, Yarn
 
 OPS = get_ops("torch")
 
 
-@pytest.fixture(autouse=True, params=list(BACKENDS))
+@pytest.fixture(autouse=True, params=ON_A_CPU)
 def every_backend(request, monkeypatch):
     if request.param == "cpu" and not native.LIBRARY.exists():
         pytest.skip("the native kernels were not built: there was no compiler")

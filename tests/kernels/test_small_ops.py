@@ -7,12 +7,12 @@ import logging
 import numpy as np
 import pytest
 import torch
-from tests.kernels.reference import ALL_FORMATS, DTYPES, UNIT, decode64, random_packed
+from tests.kernels.reference import ON_A_CPU, ALL_FORMATS, DTYPES, UNIT, decode64, random_packed
 
 from tutel_pack.errors import InputError
 from tutel_pack.formats import FORMATS
 from tutel_pack.kernels.cpu import native
-from tutel_pack.kernels.ops import BACKENDS, get_ops
+from tutel_pack.kernels.ops import get_ops
 from tutel_pack.spec import Moe, Rope, Router
 
 OPS = get_ops("torch")
@@ -20,7 +20,7 @@ SLACK = 8 * UNIT[torch.float32]
 """What a few float32 operations on the way may add."""
 
 
-@pytest.fixture(autouse=True, params=list(BACKENDS))
+@pytest.fixture(autouse=True, params=ON_A_CPU)
 def every_backend(request, monkeypatch):
     if request.param == "cpu" and not native.LIBRARY.exists():
         pytest.skip("the native kernels were not built: there was no compiler")
