@@ -40,16 +40,17 @@ class BuildNative(build_ext):
         return str(Path(*name.split("."))) + ".so"
 
 
-setup(
-    ext_modules=[
-        Extension(
-            "tutel_pack.kernels.cpu.libtutel_pack_cpu",
-            sources=list(flags()),
-            depends=[str(path) for path in FOLDER.glob("*.h")],
-            optional=True,
-        )
-    ]
-    if sys.platform == "linux"
-    else [],
-    cmdclass={"build_ext": BuildNative},
-)
+if __name__ == "__main__":
+    setup(
+        ext_modules=[
+            Extension(
+                "tutel_pack.kernels.cpu.libtutel_pack_cpu",
+                sources=list(flags()),
+                depends=[str(path) for path in FOLDER.glob("*.h")],
+                optional=True,
+            )
+        ]
+        if sys.platform == "linux"
+        else [],
+        cmdclass={"build_ext": BuildNative},
+    )

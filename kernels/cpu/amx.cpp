@@ -2,6 +2,7 @@
 // these are exact for FP4 formats (but for nvfp4's global factor, which is applied to the products) and rounded once for
 // the others. Vectors of x are the columns of the second operand, whose rows are pairs of columns of the weight.
 #include "avx512.h"
+#include "products.h"
 
 namespace tp {
 namespace {
@@ -10,7 +11,6 @@ constexpr int TILE_ROWS = 16, STEP = 32;      // of a tile of weights: rows, and
 constexpr int TILE = TILE_ROWS * STEP;        // its items
 constexpr int64_t BAND = 2 * TILE_ROWS;       // rows worked on at a time
 constexpr int64_t CHUNK = 256;                // columns decoded at a time: 16 KB, a third of the first cache
-constexpr int64_t PAIR = 32;                  // vectors of x worked on at a time
 
 // Tile registers: sums 0 … 3 (band half · 2 + vector half), weights 4 and 5, vectors 6 and 7.
 struct alignas(64) TileConfig {

@@ -1,6 +1,7 @@
 """The shared library of this folder, through ctypes: it is found, checked and described here.
 
-Its functions release the GIL. `TUTEL_PACK_ISA` forces an instruction set (portable, avx2, avx512, amx), for tests.
+Its functions release the GIL. For tests, `TUTEL_PACK_ISA` forces an instruction set (portable, avx2, avx512, amx), and
+`TUTEL_PACK_CPU_LIBRARY` another build of the library.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from tutel_pack.errors import InputError
 from tutel_pack.formats import PackedTensor
 from tutel_pack.spec import Moe
 
-LIBRARY = Path(__file__).resolve().parent / "libtutel_pack_cpu.so"
+LIBRARY = Path(os.environ.get("TUTEL_PACK_CPU_LIBRARY") or Path(__file__).resolve().parent / "libtutel_pack_cpu.so")
 """What the package's build makes where there is a compiler."""
 
 _INTERFACE = 4

@@ -53,6 +53,32 @@ void Packed::products(const Matrix& m, int64_t first, int64_t last, const int64_
   }
 }
 
+namespace {
+
+// Tokens whose packed vectors a core's second cache holds: all rows of a weight are multiplied with them before the next.
+int64_t tokens_at_a_time(const tp_weight& w) {
+  constexpr int64_t CACHED = 1 << 20, FEWEST = 256;  // for fewer, decoding the weight again and again would weigh
+  return std::max(FEWEST, CACHED / (2 * w.k) / PAIR * PAIR);
+}
+
+// Rows first … last − 1 of a linear's results for tokens t … t + count − 1.
+void linear_part(const Packed& packed, const Matrix& m, int64_t first, int64_t last, int64_t t, int64_t count,
+                 int32_t dtype, tp_vector bias, void* out) {
+  float* products = static_cast<float*>(scratch(SLOT_PRODUCTS, (count + 1) * ROWS * sizeof(float)));
+  float* biases = products + count * ROWS;
+  for (int64_t row = first; row < last; row += ROWS) {
+    const int64_t n = std::min(ROWS, last - row);
+    packed.products(m, row, row + n, nullptr, t, count, products, ROWS);
+    load_bias(bias, row, n, biases);
+    for (int64_t i = 0; i < count; i++) {
+      if (bias.data) isa().add_scaled(products + i * ROWS, biases, 1.0f, n);
+      isa().store(products + i * ROWS, dtype, at(out, dtype, (t + i) * m.w->n + row), n);
+    }
+  }
+}
+
+}  // namespace
+
 void linear(const tp_weight& w, const void* x, int64_t tokens, int32_t dtype, tp_vector bias, void* out) {
   const Packed packed(w, tokens, tiles_pay(w, tokens) && tiles_are_right(w, x, dtype, tokens * w.k), SLOT_PACKED);
   const Matrix matrix(w, 0);
@@ -61,17 +87,10 @@ void linear(const tp_weight& w, const void* x, int64_t tokens, int32_t dtype, tp
     me.share(tokens, BLOCK, first, last);
     packed.pack(first, last, dtype, [&](int64_t t) { return at(x, dtype, t * w.k); });
     me.barrier();
-    float* products = static_cast<float*>(scratch(SLOT_PRODUCTS, (tokens + 1) * ROWS * sizeof(float)));
-    float* biases = products + tokens * ROWS;
     me.share(w.n, BLOCK, first, last);
-    for (int64_t row = first; row < last; row += ROWS) {
-      const int64_t n = std::min(ROWS, last - row);
-      packed.products(matrix, row, row + n, nullptr, 0, tokens, products, ROWS);
-      load_bias(bias, row, n, biases);
-      for (int64_t t = 0; t < tokens; t++) {
-        if (bias.data) isa().add_scaled(products + t * ROWS, biases, 1.0f, n);
-        isa().store(products + t * ROWS, dtype, at(out, dtype, t * w.n + row), n);
-      }
+    const int64_t step = tokens_at_a_time(w);
+    for (int64_t t = 0; t < tokens; t += step) {
+      linear_part(packed, matrix, first, last, t, std::min(step, tokens - t), dtype, bias, out);
     }
   });
 }

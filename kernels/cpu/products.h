@@ -10,8 +10,9 @@ namespace tp {
 void linear(const tp_weight& w, const void* x, int64_t tokens, int32_t dtype, tp_vector bias, void* out);
 uint64_t read_all(const void* data, int64_t bytes);
 
-constexpr int64_t ROWS = 64;  // of a weight that are multiplied at a time: they and their products stay in the cache
-constexpr int64_t BLOCK = 16; // vectors that tiles take together
+constexpr int64_t ROWS = 64;   // of a weight that are multiplied at a time: they and their products stay in the cache
+constexpr int64_t BLOCK = 16;  // vectors that tiles take together
+constexpr int64_t PAIR = 32;   // and two blocks of them at once
 
 inline int64_t item_bytes(int32_t dtype) { return dtype == TP_FLOAT ? 4 : 2; }
 
