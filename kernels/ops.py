@@ -10,8 +10,10 @@ import logging
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from importlib import import_module
 from importlib.util import find_spec
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -46,6 +48,7 @@ class Layout:
     tables: S int64 tensors of block ids; entry j holds the positions j·B … j·B + B − 1 (B positions to a block).
     slots: int64 [T]; where each new token is stored, block id · B + place in the block.
     states: int64 [S]; the state slot of each sequence; None for a model that keeps no states.
+    flat: the same for kernels, made when first asked for.
     """
 
     starts: Sequence[int]
@@ -53,6 +56,26 @@ class Layout:
     tables: Sequence[Tensor]
     slots: Tensor
     states: Tensor | None = None
+
+    @cached_property
+    def flat(self) -> FlatLayout:
+        sizes = [len(table) for table in self.tables]
+        first = [0, *accumulate(sizes)][:-1]
+        numbers = torch.tensor([*self.starts, *self.lengths, *first]).to(self.tables[0].device, non_blocking=True)
+        starts, lengths, first = numbers.split([len(self.starts), len(self.lengths), len(first)])
+        return FlatLayout(starts, lengths, torch.cat(list(self.tables)), first, max(sizes))
+
+
+@dataclass(frozen=True)
+class FlatLayout:
+    """int64 starts [S + 1] and lengths [S], as of Layout; blocks: all tables, one after another, that of a sequence from
+    first_block [S] on.  most: entries of the longest table."""
+
+    starts: Tensor
+    lengths: Tensor
+    blocks: Tensor
+    first_block: Tensor
+    most: int
 
 
 @dataclass(frozen=True, eq=False)

@@ -61,7 +61,7 @@ def caveats(found: Sequence[Estimate]) -> str:
         [
             *lines,
             "Upper bounds, of all sequences together, from data sheets; parts in milliseconds of a step. Assumed: the",
-            f"step is one captured graph with gaps of {1e6 * GAP:g} µs between kernels; experts are chosen evenly; work",
+            f"step is a captured graph with gaps of {1e6 * GAP:g} µs between kernels; experts are chosen evenly; work",
             f"is divided evenly among GPUs and nothing exchanged; {size(RESERVE)} of each GPU stay free.",
         ]
     )

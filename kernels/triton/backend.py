@@ -1,29 +1,24 @@
 """The backend of ops.py for NVIDIA's and AMD's GPUs: kernels in Triton, which TRITON_INTERPRET=1 runs on a CPU.
 
-linear (of packed weights), moe and route are kernels; the rest is torch's until it has one: attention,
-latent_attention, top_positions, embedding, rms_norm, rope, rotation, swiglu, products with plain matrices, and weights
-whose geometry `matmul.is_served` excludes. Nothing here waits for the device, and grids depend on shapes alone. An expert id that does
-not exist counts as −1, for to tell would mean to wait.
+Kernels are linear (of packed weights), moe, route, rms_norm, rope, and attention and latent_attention of sequences with
+one new token. The rest is torch's: attention of sequences with several, top_positions, embedding, rotation, swiglu,
+products with plain matrices, and weights whose geometry `matmul.is_served` excludes. Nothing here waits for the device,
+and grids depend on shapes and the layout alone. An expert id that does not exist counts as −1, for to tell would mean
+to wait.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 import triton
 from torch import Tensor
 
 from tutel_pack.kernels import torch_backend
-from tutel_pack.kernels.ops import Weight
-from tutel_pack.kernels.torch_backend import (  # noqa: F401  (served by torch)
-    attention,
-    embedding,
-    latent_attention,
-    rms_norm,
-    rope,
-    rotation,
-    swiglu,
-    top_positions,
-)
+from tutel_pack.kernels.ops import Layout, Weight
+from tutel_pack.kernels.torch_backend import embedding, rotation, swiglu, top_positions  # noqa: F401  (served by torch)
+from tutel_pack.kernels.triton.attention import Queries, attending, by_length, stack_picks
 from tutel_pack.kernels.triton.chips import chip_of
 from tutel_pack.kernels.triton.launch import Launch
 from tutel_pack.kernels.triton.matmul import (
@@ -38,6 +33,7 @@ from tutel_pack.kernels.triton.matmul import (
     summing,
 )
 from tutel_pack.kernels.triton.router import route as _route
+from tutel_pack.kernels.triton.rows import norming, rotating
 from tutel_pack.kernels.triton.tiles import tile_for
 from tutel_pack.spec import ClampedSwiglu, Moe, Swiglu
 
@@ -51,6 +47,57 @@ def linear(x: Tensor, w: Weight, bias: Tensor | None) -> Tensor:
     for launch in product(chip, x.contiguous(), weight, out, tile, Epilogue(bias)):
         launch.run()
     return out
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    norming(x.reshape(-1, x.shape[-1]), weight, eps, out.view(-1, x.shape[-1])).run()
+    return out
+
+
+def rope(x: Tensor, rotation: tuple[Tensor, Tensor], interleaved: bool) -> Tensor:
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    rotating(x, rotation, interleaved, out).run()
+    return out
+
+
+def attention(
+    q: Tensor, keys: Tensor, values: Tensor, layout: Layout, window: int | None,
+    scale: float | None, sinks: Tensor | None,
+) -> Tensor:  # fmt: skip
+    def decode() -> Tensor:
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        factor = q.shape[2] ** -0.5 if scale is None else scale
+        chip = chip_of(q.device)
+        for launch in attending(chip, Queries(q), keys, values, layout.flat, out, factor, window, sinks):
+            launch.run()
+        return out
+
+    def prefill(q: Tensor, layout: Layout, which: Sequence[int]) -> Tensor:
+        return torch_backend.attention(q, keys, values, layout, window, scale, sinks)
+
+    return by_length(q, layout, decode, prefill)
+
+
+def latent_attention(
+    q: Tensor, entries: Tensor, up: Tensor, layout: Layout, scale: float, picks: Sequence[Tensor | None] | None
+) -> Tensor:
+    """The up-projections of keys and values are absorbed: they are applied to queries and results, by torch."""
+    rank, nope = up.shape[2], q.shape[2] - (entries.shape[-1] - up.shape[2])
+
+    def decode() -> Tensor:
+        absorbed = torch.bmm(q[..., :nope].transpose(0, 1), up[:, :nope]).transpose(0, 1)
+        queries = Queries(absorbed, q[..., nope:] if nope < q.shape[2] else None)
+        latents, keys = q.new_empty(len(q), len(up), rank), entries[:, :, None]
+        seen = stack_picks(picks, q.device)
+        for launch in attending(chip_of(q.device), queries, keys, None, layout.flat, latents, scale, picks=seen):
+            launch.run()
+        return torch.bmm(latents.transpose(0, 1), up[:, nope:].transpose(1, 2)).transpose(0, 1).contiguous()
+
+    def prefill(q: Tensor, layout: Layout, which: Sequence[int]) -> Tensor:
+        return torch_backend.latent_attention(q, entries, up, layout, scale, picks and [picks[s] for s in which])
+
+    return by_length(q, layout, decode, prefill)
 
 
 def route(logits: Tensor, spec: Moe, correction: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -155,7 +155,7 @@ def product(
         parts = torch.empty(tile.split, rows, n, dtype=torch.float32, device=out.device)
     own = epilogue if tile.split == 1 else Epilogue(activation=epilogue.activation)
     tiles_m = len(tiles.expert) if tiles else -(-rows // tile.bm)
-    dot, native = _dot_type(chip, x.dtype), w.fmt == "fp8" and chip.converts_fp8
+    dot, native = dot_type(chip, x.dtype), w.fmt == "fp8" and chip.converts_fp8
     arguments = dict(
         x=x, scale=w.scale, factors=w.factors, bias=own.bias, weights=own.weights, out=parts,
         order=tiles and tiles.order, tile_expert=tiles and tiles.expert, tile_first=tiles and tiles.first,
@@ -192,7 +192,7 @@ def _finishing(
     return Launch(grouped.finish, (len(out), -(-width // block)), arguments)
 
 
-def _dot_type(chip: Chip, dtype: torch.dtype) -> tl.dtype:
+def dot_type(chip: Chip, dtype: torch.dtype) -> tl.dtype:
     """What is multiplied. The interpreter multiplies bfloat16 as integers (seen in Triton 3.8 and 3.9)."""
     if chip.vendor == "interpreter" and dtype == torch.bfloat16:
         return tl.float32

@@ -8,11 +8,14 @@ import torch
 from torch import Tensor
 
 from tutel_pack.formats import FORMATS, PackedTensor
+from tutel_pack.kernels.ops import FlatLayout
 from tutel_pack.kernels.triton.aot import Compiled, compile_for
+from tutel_pack.kernels.triton.attention import Queries, attending
 from tutel_pack.kernels.triton.backend import routing
 from tutel_pack.kernels.triton.chips import CHIPS, Chip
 from tutel_pack.kernels.triton.launch import Launch
 from tutel_pack.kernels.triton.matmul import Epilogue, Operand, Tiles, operand, problem_of, product, sorting, summing
+from tutel_pack.kernels.triton.rows import norming, rotating
 from tutel_pack.kernels.triton.tiles import TOKENS, Tile, tile_for
 from tutel_pack.spec import ClampedSwiglu, Moe, Router, Swiglu
 
@@ -46,7 +49,8 @@ class Variant:
 def all_variants(chip: Chip) -> dict[str, Variant]:
     """Everything there is, by name."""
     halves = gate_up(chip, "mxfp4", TOKENS[0], torch.float16)
-    found = [*matmuls(chip), *others(chip), clamped(chip), replace(halves, name="gate_up mxfp4 16 float16")]
+    halves = replace(halves, name="gate_up mxfp4 16 float16")
+    found = [*matmuls(chip), *others(chip), *attention(chip), clamped(chip), halves]
     return {v.name: v for v in found}
 
 
@@ -88,6 +92,34 @@ def others(chip: Chip) -> list[Variant]:
         Variant("route softmax 512", _routing(moe)),
         Variant("route grouped sigmoid 256", _routing(grouped)),
     ]
+
+
+def attention(chip: Chip) -> list[Variant]:
+    """One sequence of 32768 positions: 8 query heads to a key head, as Qwen3 has; 128 to the latents of DeepSeek-V3;
+    the options of GLM-5 and gpt-oss; and what belongs to it."""
+    grouped, merge = _attending(chip, 32, _meta(512, 64, 4, 128))
+    latent, _ = _attending(chip, 128, _meta(512, 64, 1, 576), rank=512)
+    sparse, _ = _attending(chip, 64, _meta(512, 64, 1, 576), rank=512, picks=_meta(1, 2048, dtype=torch.int64))
+    near, *_ = _attending(chip, 64, _meta(512, 64, 8, 64), window=128, sinks=_meta(64))
+    angles = _meta(1, 32, dtype=torch.float32)
+    return [
+        Variant("attend 8 heads", grouped),
+        Variant("attend latents", latent),
+        Variant("attend picked latents", sparse),
+        Variant("attend window with sinks", near),
+        Variant("merge", merge),
+        Variant("rms_norm 7168", norming(_meta(1, 7168), _meta(7168), 1e-6, _meta(1, 7168))),
+        Variant("rms_norm 128", norming(_meta(32, 128), _meta(128), 1e-6, _meta(32, 128))),
+        Variant("rope", rotating(_meta(1, 128, 64), (angles, angles), True, _meta(1, 128, 64))),
+    ]
+
+
+def _attending(chip: Chip, heads: int, keys: Tensor, rank: int | None = None, **how) -> list[Launch]:
+    width = keys.shape[3]
+    queries = Queries(_meta(1, heads, rank or width), _meta(1, heads, width - rank) if rank else None)
+    numbers = [_meta(n, dtype=torch.int64) for n in (2, 1, 512, 1)]
+    out, layout = _meta(1, heads, rank or width), FlatLayout(*numbers, most=512)
+    return attending(chip, queries, keys, None if rank else keys, layout, out, 0.1, **how)
 
 
 def clamped(chip: Chip) -> Variant:

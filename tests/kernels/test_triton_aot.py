@@ -27,7 +27,8 @@ QUICK = [
     "gate_up mxfp4 128",  # prefill
     "sort_pairs",
     "sum_pieces",
-    "finish",
+    "attend 8 heads",
+    "attend latents",
     "route grouped sigmoid 256",
 ]
 """For `make test`; the rest is marked slow."""
@@ -55,7 +56,7 @@ def test_machine_code(chip, name, results):
     assert made.spills == 0
     assert made.shared <= limits.shared and 0 < made.registers <= limits.registers
     if variant.tile is None:
-        assert made.matrix_instructions == ()
+        check_unit(chip, name, made)
         return
     check_instruction(chip, name, made)
     assert made.wide_loads >= variant.loads_of_a_thread(limits)
@@ -64,6 +65,19 @@ def test_machine_code(chip, name, results):
         copies = [op for op in made.loop if op.startswith("LDGSTS")]
         assert copies and all(op.endswith(".128") for op in copies)
     assert variant.int_ops_per_weight(limits, made) <= SLACK * COUNTS[chip][name]
+
+
+def check_unit(chip: str, name: str, made: Compiled) -> None:
+    """Of what is no product with a weight: attention has tiles of few heads, for which NVIDIA's warps work alone."""
+    if not name.startswith("attend"):
+        assert made.matrix_instructions == ()
+        return
+    unit = "mma" if CHIPS[chip].vendor == "cuda" else "mfma"
+    assert made.matrix_instructions and all(re.search(MATRIX[unit], i) for i in made.matrix_instructions)
+    # Keys and values are read 16 bytes at a time, where a thread has as much of a step: blocks are no obstacle.
+    a, warps = VARIANTS[chip][name].launch.arguments, VARIANTS[chip][name].launch.warps
+    row = a["D"] + a["E"] if a["values"] is None else 2 * a["D"]
+    assert made.wide_loads >= a["BN"] * row * 2 // (CHIPS[chip].warp * warps) // 16
 
 
 def check_instruction(chip: str, name: str, made: Compiled) -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 from tests.kernels.reference import (
     DTYPES,
+    UNIT,
     decode64,
     linear64,
     moe64,
@@ -15,12 +18,15 @@ from tests.kernels.reference import (
     tolerance,
     worst_tile,
 )
+from tests.kernels.test_attention import Case
 from tests.kernels.test_products import MoeCase, x_of
+from tests.kernels.test_triton_attention import DECODE, LATENTS, Latents
 from tests.kernels.test_triton_products import ACTIVATION, FORMATS_HERE, LINEAR, MOE, clamped64
 from tests.kernels.test_triton_routing import ROUTERS, route64
 
 from tutel_pack.formats import PackedTensor
 from tutel_pack.kernels.ops import get_ops
+from tutel_pack.spec import Rope
 
 if not torch.cuda.is_available():
     pytest.skip("there is no GPU here", allow_module_level=True)
@@ -90,3 +96,65 @@ def test_moe_in_a_graph(ops):
     graph.replay()
     expected = moe64(x, ids, weights, decode64(gate_up), decode64(down))
     assert worst_tile(y.cpu(), expected, tokens_of_experts(ids, 6)) < tolerance(torch.bfloat16, 384)
+
+
+LONG = {
+    "many parts": Case([3000, 20, 700], [1, 1, 1], heads=16, kv_heads=2),
+    "many parts of a window": Case([3000, 20], [1, 1], heads=16, kv_heads=2, window=1500),
+    "mixed": Case([0, 7, 4, 30], [3, 1, 0, 6], window=9),
+}
+
+
+def layout_on_gpu(layout):
+    return replace(layout, tables=on_gpu(*layout.tables))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", {**DECODE, **LONG})
+def test_attention(name, dtype, ops):
+    case = (LONG[name] if name in LONG else DECODE[name][0]).build(dtype)
+    q, keys, values = on_gpu(case.q, case.keys, case.values)
+    got = ops.attention(q, keys, values, layout_on_gpu(case.layout), case.window)
+    assert case.error(got.cpu()) < case.limit()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", [*LATENTS, "real"])
+def test_latents(name, dtype, ops):
+    """real: of DeepSeek-V3's sizes, in many parts."""
+    case = (LATENTS.get(name) or Latents([2000, 30], 128, 512, 64, 128, 128, block=64)).build(dtype)
+    q, entries, up, *picks = on_gpu(case.q, case.entries, case.up, *(case.picks or []))
+    got = ops.latent_attention(q, entries, up, layout_on_gpu(case.layout), case.scale, picks or None)
+    assert case.error(got.cpu()) < case.limit()
+
+
+def test_attention_in_a_graph(ops):
+    """Replayed with other queries and lengths."""
+    case = LONG["many parts"].build(torch.bfloat16)
+    q, keys, values = on_gpu(case.q, case.keys, case.values)
+    layout = layout_on_gpu(case.layout)
+    ops.attention(q, keys, values, layout)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = ops.attention(q, keys, values, layout)
+    q.copy_(q.flip(0))
+    layout.flat.lengths.sub_(1)
+    graph.replay()
+    shorter = replace(layout, lengths=[n - 1 for n in layout.lengths])
+    assert torch.equal(got, ops.attention(q, keys, values, shorter))
+    assert not torch.equal(got, ops.attention(q, keys, values, layout_on_gpu(case.layout)))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_norms_and_rotations(dtype, ops):
+    """To a last bit what torch has."""
+    plain = get_ops("torch")
+    x, weight = x_of(7, 3, 128, dtype=dtype), x_of(128, dtype=torch.bfloat16)
+    rotation = plain.rotation(torch.arange(7) * 1000, Rope(1e4, 64))
+    limit = 2 * UNIT[dtype]
+    for got, expected in (
+        (ops.rms_norm(*on_gpu(x, weight), 1e-6), plain.rms_norm(x, weight, 1e-6)),
+        (ops.rope(x.cuda(), on_gpu(*rotation)), plain.rope(x, rotation)),
+        (ops.rope(x.cuda(), on_gpu(*rotation), interleaved=True), plain.rope(x, rotation, interleaved=True)),
+    ):
+        assert torch.allclose(got.cpu().double(), expected.double(), rtol=limit, atol=8 * UNIT[torch.float32])

@@ -65,7 +65,8 @@ def test_known_models_have_their_size(name):
                 max_position_embeddings=163840,
                 rope_parameters={
                     "rope_type": "yarn", "rope_theta": 10000.0, "factor": 40.0,
-                    "original_max_position_embeddings": 4096, "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0,
+                    "original_max_position_embeddings": 4096, "beta_fast": 32.0, "beta_slow": 1.0,
+                    "mscale": 1.0, "mscale_all_dim": 1.0,
                 },
             ),
         ),
@@ -100,7 +101,8 @@ def test_seconds_by_hand():
     part = timing.Part(bytes=4.8e9, flops=989e6, decoded={"mxfp4": 1e9, "bf16": 1e9})
     seconds = part.seconds(H200)
     assert seconds["memory"] == pytest.approx(1e-3) and seconds["matrix"] == pytest.approx(1e-6)
-    assert seconds["issue"] == pytest.approx((2.4e9 + 0.6e9) / (132 * 128 * 1.98e9))
+    instructions = (INT_OPS["sm_90"]["mxfp4"] + INT_OPS["sm_90"]["bf16"]) * 1e9
+    assert seconds["issue"] == pytest.approx(instructions / (132 * 128 * 1.98e9))
 
 
 def test_formats_by_hand():

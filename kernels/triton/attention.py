@@ -1,0 +1,139 @@
+"""From the attention operations to launches of `attend`, and which sequences are torch's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+import triton
+from torch import Tensor
+
+from tutel_pack.kernels.ops import FlatLayout, Layout
+from tutel_pack.kernels.triton import attend
+from tutel_pack.kernels.triton.chips import Chip
+from tutel_pack.kernels.triton.launch import Launch
+from tutel_pack.kernels.triton.matmul import dot_type
+
+_STEP = {"cuda": 36 << 10, "hip": 32 << 10, "interpreter": 36 << 10}
+"""Bytes of keys and values that a step reads, by vendor: 32 positions of DeepSeek's latents, and on AMD 16, for whose
+registers more are too many."""
+
+_SUMS = 16 << 10
+"""Elements of a tile's accumulator: query heads times dimensions of a value. Twice as many do not fit the registers."""
+
+_STEPS_OF_A_PART = 4
+
+
+@dataclass(frozen=True)
+class Tile:
+    """heads: query heads of a program.  positions: of a step."""
+
+    heads: int
+    positions: int
+    warps: int
+    stages: int
+
+
+def tile_for(chip: Chip, group: int, d: int, row_bytes: int) -> Tile:
+    """group: query heads of a key head.  d: dimensions of a value, a power of two.  row_bytes: that a position has."""
+    heads, positions = max(16, min(triton.next_power_of_2(group), _SUMS // d)), 128
+    while positions > 16 and positions * row_bytes > _STEP[chip.vendor]:
+        positions //= 2
+    return Tile(heads, positions, 8 if chip.vendor == "cuda" and heads * d == _SUMS else 4, 2)
+
+
+def parts_for(chip: Chip, programs: int, positions: int, tile: Tile) -> int:
+    """Into how many parts `positions` are cut so that every unit of the chip has work, of a few steps at least."""
+    wanted, steps = -(-2 * chip.units // programs), -(-positions // tile.positions)
+    return max(1, min(wanted, steps // _STEPS_OF_A_PART))
+
+
+@dataclass(frozen=True)
+class Queries:
+    """q [T, heads, D], and q_shared [T, heads, E] for the dimensions of a key that are none of its value; each may be
+    strided, but for its last dimension."""
+
+    q: Tensor
+    q_shared: Tensor | None = None
+
+    def arguments(self) -> dict:
+        rest = self.q_shared
+        (row, head, _), (shared_row, shared_head, _) = self.q.stride(), (0, 0, 0) if rest is None else rest.stride()
+        return {
+            "q": self.q, "q_shared": rest, "q_row": row, "q_head": head, "shared_row": shared_row,
+            "shared_head": shared_head, "D": self.q.shape[2], "E": 0 if rest is None else rest.shape[2],
+        }  # fmt: skip
+
+
+def attending(
+    chip: Chip, queries: Queries, keys: Tensor, values: Tensor | None, layout: FlatLayout, out: Tensor, scale: float,
+    window: int | None = None, sinks: Tensor | None = None, picks: Tensor | None = None,
+    tile: Tile | None = None, parts: int | None = None,
+) -> list[Launch]:  # fmt: skip
+    """What fills out [T, heads, D] for the sequences that have one new token.
+
+    keys, values: [blocks, B, kv_heads, ·], contiguous; no values if they are the first D dimensions of the keys.
+    picks int64 [S, top_k]. tile, parts: other ones than the rules choose.
+    """
+    (_, heads, d), (_, block, kv_heads, width) = out.shape, keys.shape
+    sequences, group = len(layout.lengths), heads // kv_heads
+    row_bytes = (width + (0 if values is None else d)) * keys.element_size()
+    bd = max(16, triton.next_power_of_2(d))
+    tile = tile or tile_for(chip, group, bd, row_bytes)
+    tiles = -(-group // tile.heads)
+    positions = picks.shape[1] if picks is not None else min(window or layout.most * block, layout.most * block)
+    parts = parts or parts_for(chip, sequences * kv_heads * tiles, positions, tile)
+    partial = torch.empty(sequences, heads, parts, d, dtype=torch.float32, device=out.device) if parts > 1 else None
+    stats = torch.empty(sequences, heads, parts, 2, dtype=torch.float32, device=out.device) if parts > 1 else None
+    own = queries.arguments()
+    arguments = dict(
+        **own, keys=keys, values=values, starts=layout.starts, lengths=layout.lengths, blocks=layout.blocks,
+        first_block=layout.first_block, picks=picks, sinks=sinks if parts == 1 else None, out=out, parts=partial,
+        stats=stats,
+        scale=float(scale), heads=heads, group=group, top_k=0 if picks is None else picks.shape[1],
+        key_block=keys.stride(0), key_row=keys.stride(1), key_head=keys.stride(2),
+        BLOCK=block, WINDOW=window, PARTED=parts > 1, DOT=dot_type(chip, out.dtype), TILES=tiles,
+        BH=tile.heads, BN=tile.positions, BD=bd, BE=max(16, triton.next_power_of_2(own["E"])),
+    )  # fmt: skip
+    launches = [Launch(attend.attend, (sequences, kv_heads * tiles, parts), arguments, tile.warps, tile.stages)]
+    if parts > 1:
+        joined = dict(
+            parts=partial, stats=stats, starts=layout.starts, sinks=sinks, out=out, heads=heads, count=parts, D=d, BD=bd
+        )
+        launches.append(Launch(attend.merge, (sequences, heads), joined))
+    return launches
+
+
+def stack_picks(picks: Sequence[Tensor | None] | None, device: torch.device) -> Tensor | None:
+    """int64 [S, top_k] of the sequences with one new token: where nothing was picked, top_k is more than there is."""
+    chosen = [p for p in picks or () if p is not None]
+    if not chosen:
+        return None
+    everything = torch.arange(chosen[0].shape[1], device=device)
+    return torch.stack([everything if p is None or len(p) != 1 else p[0] for p in picks])
+
+
+def by_length(
+    q: Tensor, layout: Layout, decode: Callable[[], Tensor], prefill: Callable[[Tensor, Layout, Sequence[int]], Tensor]
+) -> Tensor:
+    """A batch of which `decode` takes the sequences with one new token, leaving the others' rows undefined, and
+    `prefill` the others: it is given their tokens of q, a Layout of them alone, and which they are."""
+    counts = [stop - start for start, stop in zip(layout.starts, layout.starts[1:])]
+    longer = [s for s, count in enumerate(counts) if count > 1]
+    if not any(count == 1 for count in counts):
+        return prefill(q, layout, range(len(counts)))
+    out = decode()
+    if longer:
+        rows = torch.cat([torch.arange(layout.starts[s], layout.starts[s + 1]) for s in longer]).to(q.device)
+        out.index_copy_(0, rows, prefill(q[rows], _only(layout, longer), longer))
+    return out
+
+
+def _only(layout: Layout, sequences: Sequence[int]) -> Layout:
+    """What attention needs of a Layout with some of the sequences."""
+    starts = [0]
+    for s in sequences:
+        starts.append(starts[-1] + layout.starts[s + 1] - layout.starts[s])
+    lengths, tables = ([of[s] for s in sequences] for of in (layout.lengths, layout.tables))
+    return replace(layout, starts=starts, lengths=lengths, tables=tables)
