@@ -174,12 +174,12 @@ def done_text(facts: dict) -> str:
 
 
 def _errors_by_format(output: Path) -> tuple[dict[str, float], int]:
-    """(format -> root mean square of the relative errors of its tensors, how many tensors had none)."""
+    """(format -> root mean square of the relative errors of its tensors, how many others were cast without loss)."""
     from tutel_pack.artifact import Artifact
 
     manifest = Artifact(output).manifest
     found = defaultdict(list)
-    lossy = {name: error["rms"] for name, error in manifest.errors.items() if error["rms"]}
+    lossy = {name: error["rms"] for name, error in manifest.errors.items() if "exact" not in error}
     for name, rms in lossy.items():
         found[manifest.tensors[name].format.name].append(rms**2)
     means = {name: (sum(squares) / len(squares)) ** 0.5 for name, squares in found.items()}
@@ -204,7 +204,8 @@ def inspect(artifact, as_json):
     width = max(map(len, manifest.tensors), default=0)
     for name, entry in manifest.tensors.items():
         shape = "×".join(map(str, entry.shape))
-        error = f"{manifest.errors[name]['rms']:.2%}" if name in manifest.errors else ""
+        found = manifest.errors.get(name)
+        error = "" if found is None else "exact" if "exact" in found else f"{found['rms']:.2%}"
         click.echo(f"  {name:<{width}}  {entry.format.name if entry.format else 'plain':<5}  {shape:>16}  {size(entry.nbytes):>9}  {error}".rstrip())
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -14,22 +16,40 @@ from tutel_pack.convert.families import Piece
 from tutel_pack.convert.layout import Unit
 from tutel_pack.convert.source import Source
 from tutel_pack.errors import InputError
-from tutel_pack.formats import DATA, GLOBAL, SCALE, PackedTensor
+from tutel_pack.formats import DATA, FORMATS, GLOBAL, SCALE, Format, PackedTensor
 from tutel_pack.quant import exact
-from tutel_pack.quant.codec import Encoded, NonFiniteError, amax_of, decode, encode
+from tutel_pack.quant.codec import NonFiniteError, amax_of, decode, encode
 from tutel_pack.quant.nvfp4 import global_scale
 
 Rows = PackedTensor | Tensor
 
-_ENERGY_ELEMENTS = 1 << 17
+_TILE = 1 << 17
+"""Elements that are decoded at a time where their values are only looked at."""
+_LARGEST = 448.0
+"""Of the elements of any format."""
 
 
 @dataclass(frozen=True)
 class Loss:
-    """float64 [experts of the unit]: sums of squared errors and of squares; None for what was passed through."""
+    """What it cost to pack an expert, or a part of it.
 
-    error: Tensor
-    energy: Tensor
+    error, energy: sums of squared errors and of squares.  exact: whether all of it was cast, so that nothing was lost.
+    """
+
+    error: float
+    energy: float
+    exact: bool
+
+
+@dataclass(frozen=True)
+class Shared:
+    """What the segments of an expert share in a format with a global scale. Those that are kept have their own.
+
+    scale: float32 [1].  cast: whether the segments are mxfp4 that this scale holds without loss.
+    """
+
+    scale: Tensor
+    cast: bool
 
 
 def read_unit(source: Source, unit: Unit) -> list[Rows]:
@@ -65,52 +85,121 @@ def _pick(rows: Rows, first: int, count: int, step: int) -> Rows:
     return PackedTensor(rows.format, (count, rows.shape[1]), (count,), rows.data[picked], scale, rows.global_scale)
 
 
-def expert_amax(source: Source, units: list[Unit]) -> dict[int, Tensor]:
-    """Largest magnitude of each expert that is cut into several units: one more pass over them, for the global scale."""
-    amax: dict[int, Tensor] = {}
+def shared_scales(source: Source, units: list[Unit], fmt: Format) -> dict[int, Shared]:
+    """Of each expert that is cut into several units, by one more pass over them."""
+    found = defaultdict(list)
     for unit in units:
-        if unit.segment is not None:
-            for rows in read_unit(source, unit):
-                found = amax_of(_values(rows))
-                amax[unit.expert] = torch.maximum(amax.get(unit.expert, found), found)
-    return amax
+        if unit.segment is not None and unit.pieces()[0].stored.format != fmt:
+            found[unit.expert] += map(_extent, read_unit(source, unit))
+    return {expert: _shared(extents) for expert, extents in found.items()}
 
 
-def pack_unit(unit: Unit, entry: Entry, rows: list[Rows], writer: FileWriter, rule: str | None, amax: Tensor | None) -> Loss | None:
-    """Write a unit's rows in the entry's format.
+def _extent(rows: Rows) -> tuple[Tensor, exact.Span | None]:
+    """(largest magnitude, exponents of mxfp4)."""
+    return amax_of(_values(rows)), exact.span(rows) if _is_mxfp4(rows) else None
 
-    amax: of the whole expert, where the unit is only a part of it and the format has a global scale.
+
+def _shared(extents: Iterable[tuple[Tensor, exact.Span | None]]) -> Shared:
+    amax, spans = zip(*extents)
+    scale = None if None in spans else exact.global_scale(spans)
+    if scale is not None:
+        return Shared(scale, True)
+    return Shared(global_scale(torch.stack(amax).amax()).view(1), False)
+
+
+def pack_unit(
+    unit: Unit, entry: Entry, rows: list[Rows], writer: FileWriter, rule: str | None, shared: Shared | None
+) -> list[tuple[int, Loss]]:
+    """Write a unit's rows in the entry's format. What is in it already keeps its bytes, mxfp4 is cast where it can be, and
+    the rest is encoded; how an expert is cut into units changes nothing of that. Returns (expert, Loss) of what is not kept.
+
+    shared: of the whole expert, where the unit is only a part of it and the format has a global scale.
     InputError names the tensor and the place of a weight that is not finite.
     """
     if entry.format is None:
         _write_plain(unit, entry, rows, writer)
-        return None
-    if any(_is_kept(r, entry) for r in rows):
-        return _pack_pieces(unit, entry, rows, writer, rule)
-    if unit.segment is None and _may_be_exact(rows, entry):
-        return _pack_experts(unit, entry, rows, writer, rule)
-    x = torch.cat([_values(r) for r in rows])
-    segments, shape = entry.segments, (unit.experts, entry.shape[-2], x.shape[1])
-    if unit.segment is not None:
-        segments, shape = (unit.rows,), (1, unit.rows, x.shape[1])
-    scales = None if amax is None else global_scale(amax).view(1, 1)
-    encoded = _encode(unit, entry, x.view(shape), segments, rule, scales, 0, unit.segment or 0)
-    _write_packed(unit, entry, encoded.tensor, writer)
-    return Loss(encoded.error, encoded.energy)
+        return []
+    segments = range(len(entry.segments)) if unit.segment is None else [unit.segment]
+    losses = []
+    for i in range(unit.experts):
+        places = [_Place(unit.target.name, entry, unit.expert + i, segment, unit.first) for segment in segments]
+        pieces = rows[i * len(places) : (i + 1) * len(places)]
+        losses += [(unit.expert + i, loss) for loss in _pack_expert(places, pieces, writer, rule, shared)]
+    return losses
 
 
-def _is_kept(rows: Rows, entry: Entry) -> bool:
-    """Whether rows are in the entry's format already, so that their bytes are only re-laid."""
-    return isinstance(rows, PackedTensor) and rows.format == entry.format
+@dataclass(frozen=True)
+class _Place:
+    """Where rows belong: in a segment of an expert of a tensor, from row `first` of the segment on."""
+
+    name: str
+    entry: Entry
+    expert: int
+    segment: int
+    first: int
+
+    def write(self, packed: PackedTensor, writer: FileWriter) -> None:
+        """Write an [n, K]."""
+        rows, before = packed.block_rows, self.entry.segments[: self.segment]
+        index = {
+            DATA: sum(before) + self.first,
+            SCALE: sum(math.ceil(n / rows) for n in before) + self.first // rows,
+            GLOBAL: self.segment,
+        }
+        lead = () if len(self.entry.shape) == 2 else (self.expert,)
+        for suffix, part in packed.parts().items():
+            if part is not None:
+                writer.write(self.name + suffix, (*lead, index[suffix]), part)
+
+    def refusal(self, row: int, column: int) -> InputError:
+        """Of a weight that is not finite. row: counted from the first one here."""
+        place = [self.expert, sum(self.entry.segments[: self.segment]) + self.first + row, column]
+        return _damaged(self.name, place[-len(self.entry.shape) :])
 
 
-def _encode(unit: Unit, entry: Entry, x: Tensor, segments, rule: str | None, scales: Tensor | None, expert: int, segment: int) -> Encoded:
-    """encode x [e, n, K], which begins at that expert of the unit and at that segment of it."""
+def _pack_expert(
+    places: list[_Place], pieces: list[Rows], writer: FileWriter, rule: str | None, shared: Shared | None
+) -> Iterator[Loss]:
+    """Write an expert, or what a unit holds of it, segment by segment. Yields what each that is not kept has cost."""
+    fmt = places[0].entry.format
+    kept = [isinstance(piece, PackedTensor) and piece.format == fmt for piece in pieces]
+    pieces = [piece if keep or _is_mxfp4(piece) else _values(piece) for piece, keep in zip(pieces, kept)]
+    if fmt.has_global and shared is None and not all(kept):
+        shared = _shared(_extent(piece) for piece, keep in zip(pieces, kept) if not keep)
+    for place, piece, keep in zip(places, pieces, kept):
+        if isinstance(piece, PackedTensor):
+            _check_finite(place, piece)
+        if keep:
+            place.write(piece, writer)
+            continue
+        # The cast to fp8 is a matter of each row of blocks.
+        tiles = piece.row_tiles(fmt.block[0]) if fmt == FORMATS["fp8"] and _is_mxfp4(piece) else [(0, piece)]
+        for first, rows in tiles:
+            yield _pack_rows(replace(place, first=place.first + first), rows, writer, rule, shared)
+
+
+def _pack_rows(place: _Place, rows: Rows, writer: FileWriter, rule: str | None, shared: Shared | None) -> Loss:
+    """Cast rows of a segment where that loses nothing, else encode them."""
+    fmt = place.entry.format
+    if (cast := _cast(rows, fmt, shared)) is not None:
+        place.write(cast, writer)
+        return Loss(0.0, _energy(rows), True)
     try:
-        return encode(x, entry.format, segments, rule, scales)
+        encoded = encode(_values(rows), fmt, None, rule, shared and shared.scale)
     except NonFiniteError as e:
-        e_index, row, column = e.index
-        raise InputError(_non_finite(unit, entry, expert + e_index, segment, row, column)) from None
+        raise place.refusal(*e.index) from None
+    place.write(encoded.tensor, writer)
+    return Loss(encoded.error.item(), encoded.energy.item(), False)
+
+
+def _cast(rows: Rows, fmt: Format, shared: Shared | None) -> PackedTensor | None:
+    if shared and shared.cast:
+        return exact.to_nvfp4(rows, shared.scale)
+    return exact.to_fp8(rows) if fmt == FORMATS["fp8"] and _is_mxfp4(rows) else None
+
+
+def _is_mxfp4(rows: Rows) -> bool:
+    return isinstance(rows, PackedTensor) and rows.format == FORMATS["mxfp4"]
 
 
 def _values(rows: Rows) -> Tensor:
@@ -128,7 +217,7 @@ def _write_plain(unit: Unit, entry: Entry, rows: list[Rows], writer: FileWriter)
     if data.numel() == math.prod(entry.shape):
         data = data.reshape(entry.shape)
     if place := first_non_finite(data):
-        raise InputError(_damaged(unit, [unit.first + place[0], *place[1:]]))
+        raise _damaged(unit.target.name, [unit.first + place[0], *place[1:]])
     writer.write(unit.target.name, (unit.first,), data)
 
 
@@ -143,73 +232,34 @@ def _joined(unit: Unit, shape: tuple[int, ...], rows: list[Rows]) -> Tensor:
     return torch.cat([torch.cat([r.view(-1, n) for r, n in zip(row, segments)], dim=1) for row in experts])
 
 
-def _pack_pieces(unit: Unit, entry: Entry, rows: list[Rows], writer: FileWriter, rule: str | None) -> Loss | None:
-    """Re-lay the bytes of each piece where its segment stands. A piece in another format is encoded by itself."""
-    segments = range(len(entry.segments)) if unit.segment is None else [unit.segment]
-    error, energy = torch.zeros(2, unit.experts, dtype=torch.float64)
-    for i, piece in enumerate(rows):
-        expert, segment = i // len(segments), segments[i % len(segments)]
-        if _is_kept(piece, entry):
-            _check_finite(unit, entry, expert, segment, piece)
-        else:
-            encoded = _encode(unit, entry, _values(piece)[None], None, rule, None, expert, segment)
-            error[expert], energy[expert] = error[expert] + encoded.error[0], energy[expert] + encoded.energy[0]
-            piece = encoded.tensor.expert(0)
-        _write_rows(unit, entry, piece, unit.expert + expert, segment, unit.first, writer)
-    return None if all(_is_kept(r, entry) for r in rows) else Loss(error, energy)
-
-
-def _may_be_exact(rows: list[Rows], entry: Entry) -> bool:
-    """Whether rows are such that exact.cast may find them in the entry's format."""
-    return entry.format.name in ("nvfp4", "fp8") and all(isinstance(r, PackedTensor) and r.format.name == "mxfp4" for r in rows)
-
-
-def _pack_experts(unit: Unit, entry: Entry, rows: list[Rows], writer: FileWriter, rule: str | None) -> Loss:
-    """Expert by expert: cast without loss where that can be, else decoded and encoded."""
-    error, energy = torch.zeros(2, unit.experts, dtype=torch.float64)
-    count = len(entry.segments)
-    for expert in range(unit.experts):
-        pieces = rows[expert * count : (expert + 1) * count]
-        for segment, piece in enumerate(pieces):
-            _check_finite(unit, entry, expert, segment, piece)
-        if cast := exact.cast(pieces, entry.format):
-            energy[expert] = sum(map(_energy, pieces))
-        else:
-            x = torch.cat([_values(piece) for piece in pieces])[None]
-            encoded = _encode(unit, entry, x, entry.segments, rule, None, expert, 0)
-            error[expert], energy[expert] = encoded.error[0], encoded.energy[0]
-            cast = _split(encoded.tensor.expert(0))
-        for segment, piece in enumerate(cast):
-            _write_rows(unit, entry, piece, unit.expert + expert, segment, 0, writer)
-    return Loss(error, energy)
-
-
 def _energy(packed: PackedTensor) -> float:
-    """The sum of squares of an [n, K], a few rows at a time."""
-    rows = max(1, _ENERGY_ELEMENTS // packed.shape[1])
-    return sum(decode(tile).double().square().sum().item() for _, tile in packed.row_tiles(rows))
+    """The sum of squares of an [n, K]."""
+    return sum(decode(tile).double().square().sum().item() for _, tile in packed.row_tiles(_TILE // packed.shape[1]))
 
 
-def _split(packed: PackedTensor) -> list[PackedTensor]:
-    """The segments of an [n, K] as matrices of their own."""
-    return [tile for _, tile in packed.row_tiles(packed.shape[0] + packed.block_rows)]
+def _check_finite(place: _Place, piece: PackedTensor) -> None:
+    """Refuse an [n, K] whose values are not all finite in float32. They are decoded where its parts leave that open."""
+    if _is_surely_finite(piece):
+        return
+    for start, tile in piece.row_tiles(_TILE // piece.shape[1]):
+        if found := first_non_finite(decode(tile)):
+            raise place.refusal(start + found[0], found[1])
 
 
-def _check_finite(unit: Unit, entry: Entry, expert: int, segment: int, piece: PackedTensor) -> None:
-    block = piece.format.block or (1, 1)
-    if place := first_non_finite(piece.data):
-        raise InputError(_non_finite(unit, entry, expert, segment, *place))
-    if piece.scale is not None and (place := _first_bad_scale(piece.scale)):
-        raise InputError(_non_finite(unit, entry, expert, segment, *(i * b for i, b in zip(place, block))))
-    if piece.global_scale is not None and first_non_finite(piece.global_scale):
-        raise InputError(_non_finite(unit, entry, expert, segment, 0, 0))
+def _is_surely_finite(piece: PackedTensor) -> bool:
+    """Whether elements and scales are numbers, and no product of the largest is anywhere near the end of float32."""
+    if any(part is not None and first_non_finite(part) for part in piece.parts().values()):
+        return False
+    scales = [_largest(scale) for scale in (piece.scale, piece.global_scale) if scale is not None]
+    return _LARGEST * math.prod(scales) < torch.finfo(torch.float32).max / 2
 
 
-def _first_bad_scale(scale: Tensor) -> tuple[int, ...] | None:
-    """Place of the first block scale that is no number; bytes are e8m0, whose NaN is 255."""
-    if scale.dtype != torch.uint8:
-        return first_non_finite(scale)
-    return tuple((scale == 255).nonzero()[0].tolist()) if scale.numel() and scale.max() == 255 else None
+def _largest(scale: Tensor) -> float:
+    """The largest magnitude of scales of any dtype, or more."""
+    if scale.dtype == torch.float8_e4m3fn:
+        return _LARGEST
+    amax = amax_of(scale).item()
+    return 2.0 ** (amax - 127) if scale.dtype == torch.uint8 else amax
 
 
 def first_non_finite(t: Tensor) -> tuple[int, ...] | None:
@@ -224,36 +274,5 @@ def first_non_finite(t: Tensor) -> tuple[int, ...] | None:
     return tuple((~torch.isfinite(t)).nonzero()[0].tolist())
 
 
-def _write_packed(unit: Unit, entry: Entry, packed: PackedTensor, writer: FileWriter) -> None:
-    if unit.segment is not None:
-        _write_rows(unit, entry, packed.expert(0), unit.expert, unit.segment, unit.first, writer)
-        return
-    matrix = len(entry.shape) == 2
-    for suffix, part in packed.parts().items():
-        if part is not None:
-            writer.write(unit.target.name + suffix, () if matrix else (unit.expert,), part[0] if matrix else part)
-
-
-def _write_rows(unit: Unit, entry: Entry, packed: PackedTensor, expert: int, segment: int, first: int, writer: FileWriter) -> None:
-    """Write an [n, K] of one segment whose first row is `first`, counted from the segment's start."""
-    rows = packed.block_rows
-    before = entry.segments[:segment]
-    places = {
-        DATA: sum(before) + first,
-        SCALE: sum(math.ceil(n / rows) for n in before) + first // rows,
-        GLOBAL: segment,
-    }
-    lead = () if len(entry.shape) == 2 else (expert,)
-    for suffix, part in packed.parts().items():
-        if part is not None:
-            writer.write(unit.target.name + suffix, (*lead, places[suffix]), part)
-
-
-def _non_finite(unit: Unit, entry: Entry, expert: int, segment: int, row: int, column: int) -> str:
-    """expert: counted from the unit's first; row: from the unit's first row, or the segment's start."""
-    row += unit.first + sum(entry.segments[:segment])
-    return _damaged(unit, [unit.expert + expert, row, column][0 if len(entry.shape) == 3 else 1 :])
-
-
-def _damaged(unit: Unit, place: list[int]) -> str:
-    return f"{unit.target.name} has a weight that is NaN or infinite at {place}: the checkpoint is damaged; download it again."
+def _damaged(name: str, place: list[int]) -> InputError:
+    return InputError(f"{name} has a weight that is NaN or infinite at {place}: the checkpoint is damaged; download it again.")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import math
 import os
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -20,7 +21,7 @@ from tutel_pack.convert.families import Target, find_family, fit, match
 from tutel_pack.convert.headers import read_index
 from tutel_pack.convert.layout import Unit, entry_for, units
 from tutel_pack.convert.output import check_output, output_folder
-from tutel_pack.convert.pack import Loss, expert_amax, pack_unit, read_unit
+from tutel_pack.convert.pack import Loss, pack_unit, read_unit, shared_scales
 from tutel_pack.convert.source import Source, open_source
 from tutel_pack.errors import InputError
 from tutel_pack.quant.recipe import Recipe
@@ -139,14 +140,15 @@ def run(job: Job, output: Path, force: bool = False, progress: Callable[[str, in
 
 
 def _fill(job: Job, folder: Path, progress: Callable[[str, int], None]) -> None:
-    losses: dict[str, list[tuple[Unit, Loss]]] = {}
+    errors: dict[str, dict] = {}
     with _workers() as workers, ThreadPoolExecutor(1) as digester:
         facts: dict[str, Future] = {}
         try:
             for file, group in job.files():
                 entries = list(group)
                 with FileWriter(folder / file, stored_tensors(entries)) as writer:
-                    losses |= _pack(job, entries, writer, workers, lambda n: progress(file, n))
+                    losses = _pack(job, entries, writer, workers, lambda n: progress(file, n))
+                errors |= {name: _summary(job.entries[name], found) for name, found in losses.items()}
                 facts[file] = digester.submit(describe_file, folder / file)
         except BaseException:
             job.source.close()  # workers may be waiting for the Hub, and they are waited for
@@ -157,7 +159,6 @@ def _fill(job: Job, folder: Path, progress: Callable[[str, int], None]) -> None:
             _copy(job.source, name, folder / name)
             facts[name] = digester.submit(describe_file, folder / name)
         files = {name: f.result() for name, f in facts.items()}
-    errors = {name: _summary(found) for name, found in losses.items()}
     source = {"repo": job.source.name, "commit": job.source.commit}
     write_manifest(folder, Manifest(source, job.spec, job.recipe.to_json(), job.entries, files, errors, job.skipped))
 
@@ -170,32 +171,30 @@ def _copy(source: Source, name: str, path: Path) -> None:
         os.fsync(f.fileno())
 
 
-def _pack(job: Job, entries: list[tuple[str, Entry]], writer: FileWriter, workers, progress) -> dict[str, list[tuple[Unit, Loss]]]:
-    """Pack all units of a file's tensors. Returns the losses of those that were quantized, by tensor."""
+def _pack(job: Job, entries: list[tuple[str, Entry]], writer: FileWriter, workers, progress) -> dict[str, list[tuple[int, Loss]]]:
+    """Pack all units of a file's tensors. Returns tensor -> (expert, Loss) of what was not kept as it is."""
     targets = {target.name: target for target in job.targets}
-    running = [(name, *work) for name, entry in entries for work in _submit(job, targets[name], entry, writer, workers)]
+    running = [(name, future) for name, entry in entries for future in _submit(job, targets[name], entry, writer, workers)]
     losses = defaultdict(list)
-    for name, unit, future in running:
-        read, loss = future.result()
-        if loss:
-            losses[name].append((unit, loss))
+    for name, future in running:
+        read, found = future.result()
+        if found:
+            losses[name] += found
         progress(read)
     return losses
 
 
-def _submit(job: Job, target: Target, entry: Entry, writer: FileWriter, workers) -> Iterator[tuple[Unit, Future]]:
+def _submit(job: Job, target: Target, entry: Entry, writer: FileWriter, workers) -> Iterator[Future]:
     work = list(units(target, entry))
-    kept = all(piece.stored.format == entry.format for row in target.pieces for piece in row)
-    needs_amax = entry.format is not None and entry.format.has_global and work[0].segment is not None and not kept
-    amax = expert_amax(job.source, work) if needs_amax else {}
+    shared = shared_scales(job.source, work, entry.format) if entry.format and entry.format.has_global else {}
     rule = job.recipe.rule_for(entry.format) if entry.format else None
 
-    def pack(unit: Unit) -> tuple[int, Loss | None]:
+    def pack(unit: Unit) -> tuple[int, list[tuple[int, Loss]]]:
         rows = read_unit(job.source, unit)
-        return sum(r.nbytes for r in rows), pack_unit(unit, entry, rows, writer, rule, amax.get(unit.expert))
+        return sum(r.nbytes for r in rows), pack_unit(unit, entry, rows, writer, rule, shared.get(unit.expert))
 
     for unit in work:
-        yield unit, workers.submit(pack, unit)
+        yield workers.submit(pack, unit)
 
 
 @contextmanager
@@ -210,13 +209,15 @@ def _workers() -> Iterator[ThreadPoolExecutor]:
         torch.set_num_threads(threads)
 
 
-def _summary(losses: list[tuple[Unit, Loss]]) -> dict:
-    """Relative root-mean-square error of a tensor, and its worst expert's."""
-    experts = 1 + max(unit.expert + unit.experts - 1 for unit, _ in losses)
+def _summary(entry: Entry, losses: list[tuple[int, Loss]]) -> dict:
+    """Relative root-mean-square error of a tensor, and its worst expert's; or that it is exact, whatever sums would say."""
+    if all(loss.exact for _, loss in losses):
+        return {"rms": 0.0, "exact": True}
+    experts = math.prod(entry.shape[:-2])
     error, energy = torch.zeros(2, experts, dtype=torch.float64)
-    for unit, loss in losses:
-        error[unit.expert : unit.expert + unit.experts] += loss.error
-        energy[unit.expert : unit.expert + unit.experts] += loss.energy
+    for expert, loss in losses:
+        error[expert] += loss.error
+        energy[expert] += loss.energy
     tiny = torch.finfo(torch.float64).tiny  # what is all zeros has no error either
     rms = float((error.sum() / energy.sum().clamp(min=tiny)).sqrt())
     if experts == 1:

@@ -12,7 +12,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from tutel_pack.quant.rounding import add_rounding_, round_, tree_sum_
+from tutel_pack.quant.rounding import add_rounding_, round_, squared_sums, unit_of, without_units
 
 VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 MAX = 6.0
@@ -44,18 +44,19 @@ def columns(x: Tensor, block: int) -> Tensor:
 class BlockSearch:
     """Least squares over candidate scales, for the columns of `x` (float32 [B, n]).
 
-    The error of a candidate is the tree sum of (rounded(x/s)·s − x)² in float32; of equal errors the smaller scale
-    counts. Few copies of x are held, so that they stay in a core's cache.
+    The error of a candidate is the tree sum of (rounded(x/s)·s − x)² in float32, in the block's unit (`unit_of`); of equal
+    errors the smaller scale counts. Few copies of x are held, so that they stay in a core's cache.
     """
 
     def __init__(self, x: Tensor):
         self.x = x
         self._y, self._scratch = torch.empty_like(x), torch.empty_like(x)
         self.amax = torch.abs(x, out=self._y).amax(0)
+        self._unit = unit_of(self.amax)
 
     def energy(self) -> Tensor:
-        """float32 [n]: the tree sum of x². To be asked for before `encode`."""
-        return tree_sum_(torch.mul(self.x, self.x, out=self._y)).clone()
+        """[n]: the tree sum of x². To be asked for before `encode`."""
+        return without_units(squared_sums(self.x, self._unit, out=self._y), self._unit)
 
     def best(self, candidates: Sequence[Tensor], global_scale: Tensor | float) -> Tensor:
         """The block scale with the least error; candidates are float32 [n], in ascending order."""
@@ -79,7 +80,7 @@ class BlockSearch:
         bits = y.view(torch.int32)
         code = (bits >> 22).add_(bits & 7).add_(negative, alpha=-8)
         pairs = torch.add(code[0::2], code[1::2], alpha=16).sub_(17 * 299)
-        return pairs, lambda: self._error(y.sub_(self._scratch, alpha=step), scale)
+        return pairs, lambda: without_units(self._error(y.sub_(self._scratch, alpha=step), scale), self._unit)
 
     def _error_of(self, scale: Tensor) -> Tensor:
         y = torch.div(self.x, scale, out=self._y).clamp_(-MAX, MAX)
@@ -87,4 +88,4 @@ class BlockSearch:
 
     def _error(self, rounded: Tensor, scale: Tensor) -> Tensor:
         y = rounded.mul_(scale).sub_(self.x)
-        return tree_sum_(torch.mul(y, y, out=y)).clone()
+        return squared_sums(y, self._unit, out=y)

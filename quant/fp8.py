@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tutel_pack.formats import PackedTensor
 from tutel_pack.quant.mxfp4 import e8m0
-from tutel_pack.quant.rounding import Sums, e4m3_values, round_, tree_sum_
+from tutel_pack.quant.rounding import Sums, e4m3_values, round_, squared_sums, tree_sum_, unit_of, without_units
 
 RULES = ("amax", "lsq")
 """amax: amax/448.  lsq: the best of 12 scales amax/448 · 2^(j/12), one period of e4m3's binades."""
@@ -32,10 +32,12 @@ def encode_tile(x: Tensor, tile: PackedTensor, rule: str, measure: bool) -> Sums
             place = slice(row * rows, (row + 1) * rows), slice(first * columns, (first + step) * columns)
             strip_scale = tile.scale[row, first : first + step]
             sums.append(_encode_strip(x[place], tile.data[place], strip_scale, (rows, columns), rule, measure))
-    amax, errors, energies = zip(*sums)
+    amaxes, errors, energies = zip(*sums)
+    amax = torch.cat(amaxes)
     if not measure:
-        return torch.cat(amax), None, None
-    return torch.cat(amax), *_over_columns(torch.cat([*errors, *energies]), columns).chunk(2)
+        return amax, None, None
+    error, energy = _over_columns(torch.cat([*errors, *energies]), columns).chunk(2)
+    return amax, without_units(error, unit := unit_of(amax)), without_units(energy, unit)
 
 
 def _over_columns(sums: Tensor, columns: int) -> Tensor:
@@ -46,7 +48,8 @@ def _over_columns(sums: Tensor, columns: int) -> Tensor:
 def _encode_strip(
     x: Tensor, data: Tensor, scale: Tensor, block: tuple[int, int], rule: str, measure: bool
 ) -> Sums:
-    """Fill data [n, k] and scale [blocks] from some neighbours of a row of blocks. Error and energy are of columns."""
+    """Fill data [n, k] and scale [blocks] from some neighbours of a row of blocks. Error and energy are of columns, and in
+    the units of their blocks."""
     search = _BlockSearch(x, block)
     candidates = [(search.amax / _MAX).clamp(min=_TINY)]
     candidates += [candidates[0] * 2.0 ** (j / _CANDIDATES) for j in range(1, _CANDIDATES if rule == "lsq" else 1)]
@@ -59,8 +62,8 @@ def _encode_strip(
 class _BlockSearch:
     """Least squares over candidate scales, for a row of blocks: x [n, k] float, padded with zeros to whole blocks.
 
-    The error of a candidate is the tree sum of (rounded(x/s)·s − x)² in float32, over the rows of a block and then over
-    its columns; of equal errors the smaller scale counts.
+    The error of a candidate is the tree sum of (rounded(x/s)·s − x)² in float32, in the block's unit, over the
+    rows of a block and then over its columns; of equal errors the smaller scale counts.
     """
 
     def __init__(self, x: Tensor, block: tuple[int, int]):
@@ -71,6 +74,8 @@ class _BlockSearch:
         self._x[:n, :k].copy_(x)
         self._y, self._scratch = torch.empty_like(self._x), torch.empty_like(self._x)
         self.amax = torch.abs(self._x, out=self._y).amax(0).view(-1, self._columns).amax(1)
+        unit = unit_of(self.amax)
+        self._unit = None if unit is None else unit.repeat_interleave(self._columns)
 
     def best(self, scales: list[Tensor]) -> Tensor:
         """The scale with the least error, of float32 [blocks] in ascending order."""
@@ -86,7 +91,7 @@ class _BlockSearch:
 
     def energy(self) -> Tensor:
         """float32 [k], padding included: sums of x² over the rows."""
-        return tree_sum_(torch.mul(self._x, self._x, out=self._y)).clone()
+        return squared_sums(self._x, self._unit, out=self._y)
 
     def encode(self, scale: Tensor, out: Tensor) -> Callable[[], Tensor]:
         """Fill out [n, k] with the elements under the chosen scales. Returns what computes their errors, like `energy`."""
@@ -101,7 +106,7 @@ class _BlockSearch:
     def _error(self, y: Tensor, scale: Tensor) -> Tensor:
         round_(y, self._scratch, mantissa_bits=3, smallest_normal=_SMALLEST_NORMAL)
         y.mul_(scale.repeat_interleave(self._columns)).sub_(self._x)
-        return tree_sum_(torch.mul(y, y, out=y)).clone()
+        return squared_sums(y, self._unit, out=y)
 
 
 def decode_tile(tile: PackedTensor, dtype: torch.dtype) -> Tensor:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from tutel_pack.formats import PackedTensor
-from tutel_pack.quant.rounding import Sums
+from tutel_pack.quant.rounding import Sums, unit_of, without_units
 
 RULES = ("nearest",)
 
@@ -18,7 +18,13 @@ def encode_tile(x: Tensor, tile: PackedTensor, rule: str, measure: bool) -> Sums
     amax = x.abs().amax(1)
     if not measure:
         return amax, None, None
-    return amax, (tile.data.to(torch.float32) - x).square_().sum(1), x.square().sum(1)
+    unit = unit_of(amax)
+    return amax, _squares(tile.data.to(torch.float32) - x, unit), _squares(x, unit)
+
+
+def _squares(y: Tensor, unit: Tensor | None) -> Tensor:
+    scaled = y if unit is None else y * unit[:, None]
+    return without_units(scaled.square().sum(1), unit)
 
 
 def decode_tile(tile: PackedTensor, dtype: torch.dtype) -> Tensor:

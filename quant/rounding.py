@@ -1,4 +1,4 @@
-"""What the codecs of small floats share: rounding to few mantissa bits, and sums in a fixed order."""
+"""What the codecs of small floats share: rounding to few mantissa bits, and sums of squares in a fixed order."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ from torch import Tensor
 
 Sums = tuple[Tensor, Tensor | None, Tensor | None]
 """What `encode_tile` returns: float32 amax, error and energy, one or several numbers each that together cover the tile;
-error and energy are None where they are not to be measured."""
+error and energy may be float64, and are None where they are not to be measured."""
 
 _EXPONENT_BITS = 0x7F800000
+_SMALL, _LARGE = 2.0**-50, 2.0**50
+"""Between them no sum of squares overflows, and none that counts vanishes."""
 
 
 def add_rounding_(y: Tensor, scratch: Tensor, mantissa_bits: int, smallest_normal: float) -> float:
@@ -46,3 +48,24 @@ def tree_sum_(x: Tensor) -> Tensor:
         low, high = x.chunk(2)
         x = low.add_(high)
     return x[0]
+
+
+def unit_of(amax: Tensor) -> Tensor | None:
+    """float32, like amax: the powers of two by which blocks' numbers are multiplied before they are squared, 1 where their
+    squares are fine without. None where all are, as those of usual weights."""
+    unusual = (amax < _SMALL) & (amax > 0) | (amax > _LARGE)
+    if not unusual.any():
+        return None
+    near_one = (254 - (amax.view(torch.int32) >> 23)).clamp_(min=1) << 23
+    return torch.where(unusual, near_one.view(torch.float32), 1.0)
+
+
+def squared_sums(y: Tensor, unit: Tensor | None, out: Tensor) -> Tensor:
+    """The tree sums of (y · unit)² over dim 0. out: like y, is overwritten, and may be y."""
+    y = y if unit is None else torch.mul(y, unit, out=out)
+    return tree_sum_(torch.mul(y, y, out=out)).clone()
+
+
+def without_units(squares: Tensor, unit: Tensor | None) -> Tensor:
+    """Sums of squares of what was multiplied by `unit`, as they would be without it; float64 where there is a unit."""
+    return squares if unit is None else squares.double() / unit.double().square()

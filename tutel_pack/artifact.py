@@ -107,7 +107,7 @@ class Manifest:
     source: {"repo", "commit"}.  recipe: what chose the formats, as the user asked for it.
     tensors: canonical name -> Entry.  files: name -> {"size", "sha256"} of every file beside packed.json.
     errors: tensor -> {"rms"}, the relative root-mean-square error of what was quantized here; for experts also
-        {"worst_expert", "worst_rms"}.
+        {"worst_expert", "worst_rms"}. {"rms": 0.0, "exact": true} of what was cast without loss from another format.
     skipped: source tensor -> why it is not in the artifact.
     """
 
@@ -149,7 +149,7 @@ def _check_fields(manifest: Manifest) -> None:
         if {"", ".", ".."} & set(name.split("/")) or "\\" in name or not name.isprintable():
             raise ValueError(f"the file name {name!r} leaves the folder")
     for name, error in manifest.errors.items():
-        if manifest.tensors[name].format is None or not all(type(v) in (int, float) for v in error.values()) or "rms" not in error:
+        if manifest.tensors[name].format is None or not _is_error(error):
             raise ValueError(f"the error of {name} is {error!r:.100}")
     if not all(type(text) is str for text in (manifest.source["repo"], manifest.source["commit"] or "", *manifest.skipped.values())):
         raise ValueError("source and skipped must be texts")
@@ -157,6 +157,12 @@ def _check_fields(manifest: Manifest) -> None:
         raise ValueError("the recipe is no object, or a tensor has an impossible name")
     if stray := {e.file for e in manifest.tensors.values()} - set(manifest.files):
         raise ValueError(f"tensors are in the file {min(map(str, stray))!r}, which is not listed")
+
+
+def _is_error(error: dict) -> bool:
+    if "exact" in error:
+        return error["exact"] is True and error["rms"] == 0
+    return "rms" in error and all(type(v) in (int, float) for v in error.values())
 
 
 class FileWriter:

@@ -152,6 +152,44 @@ def test_losses_are_those_of_the_decoded_values(fmt, rule):
     assert alone.error.tolist() == [result.error[2].item()]
 
 
+SHIFTS = [-90, -70, -50, 50, 70, 90]
+"""Powers of two: where squares vanish in float32, where they begin to, and where they overflow."""
+
+
+@pytest.mark.parametrize("shift", SHIFTS)
+@pytest.mark.parametrize("fmt, rule", [*FORMAT_RULES, ("bf16", None)])
+def test_losses_of_very_small_and_large_weights(fmt, rule, shift):
+    x = torch.ldexp(weights((2, 140, 200)), torch.tensor(shift))
+    x[1, :70] = torch.ldexp(x[1, :70], torch.tensor(-shift))  # usual ones beside them
+    result = encode(x, FORMATS[fmt], rule=rule)
+    for e in range(2):
+        values = decode(result.tensor.expert(e)).double().numpy()
+        exact = x[e].double().numpy()
+        assert result.error[e].item() == pytest.approx(np.square(values - exact).sum(), rel=1e-5, abs=0)
+        assert result.energy[e].item() == pytest.approx(np.square(exact).sum(), rel=1e-5, abs=0)
+
+
+@pytest.mark.parametrize("shift", SHIFTS)
+@pytest.mark.parametrize("fmt, rule", FORMAT_RULES)
+def test_powers_of_two_change_only_scales(fmt, rule, shift):
+    """Every element and every choice is that of weights of usual size."""
+    x = weights((140, 200))
+    shifted = torch.ldexp(x, torch.tensor(shift))
+    assert torch.equal(torch.ldexp(shifted, torch.tensor(-shift)), x)  # nothing of it was lost
+    usual, found = encode(x, FORMATS[fmt], rule=rule), encode(shifted, FORMATS[fmt], rule=rule)
+    assert torch.equal(found.tensor.data.view(torch.uint8), usual.tensor.data.view(torch.uint8))
+    if fmt == "mxfp4":
+        live = decode(usual.tensor).view(140, -1, 8).ne(0).any(-1)  # of a block of zeros the scale is the least, and stays
+        live = torch.nn.functional.pad(live, (0, 3)).view(140, -1, 4).any(-1)
+        assert torch.equal(found.tensor.scale[live].int(), usual.tensor.scale[live].int() + shift)
+    elif fmt == "nvfp4":
+        assert torch.equal(found.tensor.scale.view(torch.uint8), usual.tensor.scale.view(torch.uint8))
+        assert torch.equal(found.tensor.global_scale, torch.ldexp(usual.tensor.global_scale, torch.tensor(shift)))
+    else:
+        assert torch.equal(found.tensor.scale, torch.ldexp(usual.tensor.scale, torch.tensor(shift)))
+    assert found.error.item() == pytest.approx(usual.error.item() * 4.0**shift, rel=1e-5, abs=0)
+
+
 @pytest.mark.parametrize("fmt, rule", FORMAT_RULES)
 @pytest.mark.parametrize("segments", [(300,), (170, 130)], ids=["one-segment", "two-that-end-inside-fp8-blocks"])
 def test_pieces_equal_the_whole_whatever_the_threads(fmt, rule, segments):
