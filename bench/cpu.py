@@ -57,9 +57,10 @@ class Slice:
         return self._gguf
 
 
-def run(command: list) -> tuple[str, dict[str, int]]:
+def run(command: list, **environment: str) -> tuple[str, dict[str, int]]:
     """(standard output, the most memory of each kind) of a program."""
-    process = subprocess.Popen([str(word) for word in command], stdout=subprocess.PIPE, text=True)
+    words, environment = [str(word) for word in command], {**os.environ, **environment}
+    process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=environment)
     most = {"anonymous": 0, "file_backed": 0, "all": 0}
     done = threading.Event()
     watcher = threading.Thread(target=_watch, args=(process.pid, most, done))
@@ -88,7 +89,9 @@ def engines(made: Slice, threads: int, llama: LlamaCpp | None) -> dict[str, Call
 
     def python(name: str, folder: Path) -> dict:
         script = Path(__file__).with_name("engines.py")
-        output, memory = run([sys.executable, script, name, folder, "--threads", threads])
+        # As tutel-run sets it; transformers' users do not.
+        waiting = {"OMP_WAIT_POLICY": "PASSIVE"} if name == "ours" else {}
+        output, memory = run([sys.executable, script, name, folder, "--threads", threads], **waiting)
         found = json.loads(output)
         decode = [1 / part["seconds"] for part in found["decode"]]
         prefill = {n: [int(n) / part["seconds"] for part in parts] for n, parts in found["prefill"].items()}
