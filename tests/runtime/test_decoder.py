@@ -199,5 +199,5 @@ def test_a_weight_of_another_shape_is_named(pair):
 
 
 def test_an_unknown_backend_lists_the_known_ones(pair):
-    with pytest.raises(InputError, match="auto, cpu, torch"):
+    with pytest.raises(InputError, match="auto, cpu, triton, torch"):
         Decoder(pair.spec, pair.weights.__getitem__, "cpu", torch.float32, "cuda")
