@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -15,9 +16,15 @@ from tutel_pack.kernels.triton.chips import Chip
 from tutel_pack.kernels.triton.launch import Launch
 from tutel_pack.kernels.triton.matmul import dot_type
 
-_STEP = {"cuda": 36 << 10, "hip": 32 << 10, "interpreter": 36 << 10}
-"""Bytes of keys and values that a step reads, by vendor: 32 positions of DeepSeek's latents, and on AMD 16, for whose
-registers more are too many."""
+_STEP = {"cuda": 72 << 10, "sm_100": 36 << 10, "hip": 32 << 10, "interpreter": 72 << 10}
+"""Bytes of keys and values that a step reads, by chip or else by vendor: 64, 32 and 16 positions of DeepSeek's latents,
+more of which spill registers."""
+
+_PICKED = 36 << 10
+"""The same of positions that were picked, which have an address each."""
+
+_POSITIONS = 64
+"""Of a step, at most: as many as a block of the engine's cache has, for then a step reads from one place."""
 
 _SUMS = 16 << 10
 """Elements of a tile's accumulator: query heads times dimensions of a value. Twice as many do not fit the registers."""
@@ -35,10 +42,13 @@ class Tile:
     stages: int
 
 
-def tile_for(chip: Chip, group: int, d: int, row_bytes: int) -> Tile:
+def tile_for(chip: Chip, group: int, d: int, row_bytes: int, picked: bool) -> Tile:
     """group: query heads of a key head.  d: dimensions of a value, a power of two.  row_bytes: that a position has."""
-    heads, positions = max(16, min(triton.next_power_of_2(group), _SUMS // d)), 128
-    while positions > 16 and positions * row_bytes > _STEP[chip.vendor]:
+    heads, positions = max(16, min(triton.next_power_of_2(group), _SUMS // d)), _POSITIONS
+    step = _STEP.get(chip.name, _STEP[chip.vendor])
+    step = min(step, _PICKED) if picked else step
+    room = min(step, chip.shared - heads * row_bytes)  # queries are in shared memory, too
+    while positions > 16 and positions * row_bytes > room:
         positions //= 2
     return Tile(heads, positions, 8 if chip.vendor == "cuda" and heads * d == _SUMS else 4, 2)
 
@@ -80,7 +90,7 @@ def attending(
     sequences, group = len(layout.lengths), heads // kv_heads
     row_bytes = (width + (0 if values is None else d)) * keys.element_size()
     bd = max(16, triton.next_power_of_2(d))
-    tile = tile or tile_for(chip, group, bd, row_bytes)
+    tile = tile or tile_for(chip, group, bd, row_bytes, picks is not None)
     tiles = -(-group // tile.heads)
     positions = picks.shape[1] if picks is not None else min(window or layout.most * block, layout.most * block)
     parts = parts or parts_for(chip, sequences * kv_heads * tiles, positions, tile)
@@ -91,9 +101,10 @@ def attending(
         **own, keys=keys, values=values, starts=layout.starts, lengths=layout.lengths, blocks=layout.blocks,
         first_block=layout.first_block, picks=picks, sinks=sinks if parts == 1 else None, out=out, parts=partial,
         stats=stats,
-        scale=float(scale), heads=heads, group=group, top_k=0 if picks is None else picks.shape[1],
+        scale=scale * math.log2(math.e), heads=heads, group=group, top_k=0 if picks is None else picks.shape[1],
         key_block=keys.stride(0), key_row=keys.stride(1), key_head=keys.stride(2),
-        BLOCK=block, WINDOW=window, PARTED=parts > 1, DOT=dot_type(chip, out.dtype), TILES=tiles,
+        BLOCK=block, ONE=picks is None and block % tile.positions == 0, WINDOW=window, PARTED=parts > 1,
+        DOT=dot_type(chip, out.dtype), TILES=tiles,
         BH=tile.heads, BN=tile.positions, BD=bd, BE=max(16, triton.next_power_of_2(own["E"])),
     )  # fmt: skip
     launches = [Launch(attend.attend, (sequences, kv_heads * tiles, parts), arguments, tile.warps, tile.stages)]

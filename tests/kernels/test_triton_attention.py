@@ -53,6 +53,8 @@ DECODE = {
     "several tiles of heads": (Case([35], [1], heads=40, kv_heads=2), {}),  # 20 to a key head, in tiles of 16
     "a wide tile": (Case([35], [1], heads=40, kv_heads=2), {"heads": 32}),
     "window": (Case([2, 30, 9], [1, 1, 1], window=20), {"parts": 2}),
+    "steps within blocks": (Case([15, 70], [1, 1], block=32), {}),
+    "a window that begins within a step": (Case([60, 33], [1, 1], window=30, block=16), {"parts": 2}),
     "window of one": (Case([0, 9], [1, 1], window=1), {"parts": 1}),
 }
 
