@@ -83,10 +83,12 @@ def attending(
 ) -> list[Launch]:  # fmt: skip
     """What fills out [T, heads, D] for the sequences that have one new token.
 
-    keys, values: [blocks, B, kv_heads, ·], contiguous; no values if they are the first D dimensions of the keys.
+    keys, values: [blocks, B, kv_heads, ·], laid out alike; no values if they are the first D dimensions of the keys.
     picks int64 [S, top_k]. tile, parts: other ones than the rules choose.
     """
     (_, heads, d), (_, block, kv_heads, width) = out.shape, keys.shape
+    if keys.stride(3) != 1 or (values is not None and values.stride() != keys.stride()):
+        raise ValueError("pools of keys and values must be laid out alike, the last dimension without gaps")
     sequences, group = len(layout.lengths), heads // kv_heads
     row_bytes = (width + (0 if values is None else d)) * keys.element_size()
     bd = max(16, triton.next_power_of_2(d))
@@ -116,28 +118,33 @@ def attending(
     return launches
 
 
-def stack_picks(picks: Sequence[Tensor | None] | None, device: torch.device) -> Tensor | None:
-    """int64 [S, top_k] of the sequences with one new token: where nothing was picked, top_k is more than there is."""
-    chosen = [p for p in picks or () if p is not None]
+def stack_picks(picks: Sequence[Tensor | None], device: torch.device) -> Tensor | None:
+    """int64 [S, top_k] of sequences with one new token; one without picks has no more than top_k positions."""
+    chosen = [p for p in picks if p is not None]
     if not chosen:
         return None
     everything = torch.arange(chosen[0].shape[1], device=device)
-    return torch.stack([everything if p is None or len(p) != 1 else p[0] for p in picks])
+    return torch.stack([everything if p is None else p[0] for p in picks])
 
 
-def by_length(
-    q: Tensor, layout: Layout, decode: Callable[[], Tensor], prefill: Callable[[Tensor, Layout, Sequence[int]], Tensor]
-) -> Tensor:
-    """A batch of which `decode` takes the sequences with one new token, leaving the others' rows undefined, and
-    `prefill` the others: it is given their tokens of q, a Layout of them alone, and which they are."""
+Run = Callable[[Tensor, Layout, Sequence[int]], Tensor]
+"""Attention of queries by a Layout of some of a batch's sequences, which are named."""
+
+
+def by_length(q: Tensor, layout: Layout, decode: Run, prefill: Run) -> Tensor:
+    """decode takes the sequences with one new token, prefill those with several."""
     counts = [stop - start for start, stop in zip(layout.starts, layout.starts[1:])]
-    longer = [s for s, count in enumerate(counts) if count > 1]
-    if not any(count == 1 for count in counts):
+    if max(counts) == 1:
+        return decode(q, layout, range(len(counts)))
+    if 1 not in counts:
         return prefill(q, layout, range(len(counts)))
-    out = decode()
-    if longer:
-        rows = torch.cat([torch.arange(layout.starts[s], layout.starts[s + 1]) for s in longer]).to(q.device)
-        out.index_copy_(0, rows, prefill(q[rows], _only(layout, longer), longer))
+    out = None
+    for run, chosen in ((decode, lambda count: count == 1), (prefill, lambda count: count > 1)):
+        which = [s for s, count in enumerate(counts) if chosen(count)]
+        rows = torch.cat([torch.arange(layout.starts[s], layout.starts[s + 1]) for s in which]).to(q.device)
+        part = run(q[rows], _only(layout, which), which)
+        out = q.new_empty(len(q), *part.shape[1:]) if out is None else out
+        out.index_copy_(0, rows, part)
     return out
 
 
