@@ -132,7 +132,7 @@ def attend(
         tl.store(at, acc.to(out.dtype.element_ty), mask=whole)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def merge(parts, stats, starts, sinks, out, heads, count, D: tl.constexpr, BD: tl.constexpr):
     """out [T, heads, D] from the `count` parts that `attend` left, added up in their order."""
     sequence, head = tl.program_id(0).to(tl.int64), tl.program_id(1)

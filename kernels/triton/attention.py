@@ -101,8 +101,8 @@ def attending(
     own = queries.arguments()
     arguments = dict(
         **own, keys=keys, values=values, starts=layout.starts, lengths=layout.lengths, blocks=layout.blocks,
-        first_block=layout.first_block, picks=picks, sinks=sinks if parts == 1 else None, out=out, parts=partial,
-        stats=stats,
+        first_block=layout.first_block, picks=picks, sinks=sinks if parts == 1 else None,
+        out=out, parts=partial, stats=stats,
         scale=scale * math.log2(math.e), heads=heads, group=group, top_k=0 if picks is None else picks.shape[1],
         key_block=keys.stride(0), key_row=keys.stride(1), key_head=keys.stride(2),
         BLOCK=block, ONE=picks is None and block % tile.positions == 0, WINDOW=window, PARTED=parts > 1,
