@@ -13,28 +13,35 @@ import triton.language as tl
 
 
 @triton.jit
-def _range(length, top_k, WINDOW: tl.constexpr, PICKED: tl.constexpr, BN: tl.constexpr):
-    """(first, last) of the positions, or of the picks, that this program attends to."""
-    low, high = 0, length
-    if WINDOW is not None:
-        low = tl.maximum(length - WINDOW, 0)
-    if PICKED:
-        high = top_k
+def _range(low, high, BN: tl.constexpr):
+    """(first, last) of the positions low … high − 1, or of as many picks, that this program attends to: whole steps, of
+    which the first may begin before low."""
+    low = low // BN * BN
     share = tl.cdiv(tl.cdiv(high - low, BN), tl.num_programs(2)) * BN
     begin = low + tl.program_id(2) * share
     return begin, tl.minimum(begin + share, high)
 
 
 @triton.jit
+def _places(blocks, n, start, inside, key_block, key_row, BLOCK: tl.constexpr, ONE: tl.constexpr):
+    """(offset, offsets from it) of the positions n [BN] in a pool. ONE: they begin with `start` and share a block."""
+    if ONE:
+        return tl.load(blocks + start // BLOCK) * key_block + start % BLOCK * key_row, (n - start) * key_row
+    else:
+        block = tl.load(blocks + n // BLOCK, mask=inside, other=0)
+        return 0, block * key_block + (n % BLOCK).to(tl.int64) * key_row
+
+
+@triton.jit
 def _add_sink(best, total, sinks, head, mine):
-    """(sum of exponentials with one more logit, if there is one; factor of what was added up before)."""
+    """(sum of powers with one more logit, if there is one; factor of what was added up before)."""
     if sinks is None:
         return total, 1.0
     else:
-        sink = tl.load(sinks + head, mask=mine, other=0.0).to(tl.float32)
+        sink = tl.load(sinks + head, mask=mine, other=0.0).to(tl.float32) * 1.4426950408889634
         larger = tl.maximum(best, sink)
-        factor = tl.exp(best - larger)
-        return total * factor + tl.exp(sink - larger), factor
+        factor = tl.exp2(best - larger)
+        return total * factor + tl.exp2(sink - larger), factor
 
 
 @triton.jit
@@ -42,8 +49,9 @@ def attend(
     q, q_shared, keys, values, starts, lengths, blocks, first_block, picks, sinks, out, parts, stats,
     scale, heads, group, top_k,
     q_row, q_head, shared_row, shared_head, key_block, key_row, key_head,
-    D: tl.constexpr, E: tl.constexpr, BLOCK: tl.constexpr, WINDOW: tl.constexpr, PARTED: tl.constexpr,
-    DOT: tl.constexpr, TILES: tl.constexpr, BH: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
+    D: tl.constexpr, E: tl.constexpr, BLOCK: tl.constexpr, ONE: tl.constexpr, WINDOW: tl.constexpr,
+    PARTED: tl.constexpr, DOT: tl.constexpr, TILES: tl.constexpr,
+    BH: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
 ):  # fmt: skip
     """out [T, heads, D] of the sequences that have one new token, or what `merge` makes it of.
 
@@ -53,9 +61,11 @@ def attend(
     starts int64 [S + 1], lengths int64 [S], as of ops.Layout.  blocks int64: all tables, one after another, that of a
         sequence from first_block int64 [S] on.
     picks int64 [S, top_k]: positions to attend to; None for all, or for the last WINDOW.
-    sinks [heads] or None.  scale: of the logits.  group: query heads of a key head, in TILES tiles of BH.
+    sinks [heads] or None.  scale: of the logits, times log₂ e, for powers are those of two.
+    group: query heads of a key head, in TILES tiles of BH.
     PARTED: parts float32 [S, heads, programs, D] have sums of values, stats float32 [S, heads, programs, 2] the largest
-        logit and the sum of exponentials under them; otherwise there is one program.
+        logit and the sum of powers under them; otherwise there is one program.
+    ONE: the positions of a step are all in one block, as picks are not.
     BD, BE: powers of two that D and E fit into.
     """
     sequence = tl.program_id(0).to(tl.int64)
@@ -77,31 +87,37 @@ def attend(
     best = tl.full((BH,), -float("inf"), tl.float32)
     total = tl.zeros((BH,), tl.float32)
     acc = tl.zeros((BH, BD), tl.float32)
-    begin, end = _range(length, top_k, WINDOW, picks is not None, BN)
+    low = 0 if WINDOW is None else tl.maximum(length - WINDOW, 0)
+    begin, end = _range(low, length if picks is None else top_k, BN)
+    keys += kv.to(tl.int64) * key_head
+    if values is not None:
+        values += kv.to(tl.int64) * key_head
     for start in range(begin, end, BN):
         n = start + tl.arange(0, BN)
-        inside = n < end
+        inside = (n - low).to(tl.uint32) < (end - low).to(tl.uint32)  # and not before low
         if picks is not None:
             n = tl.load(picks + sequence * top_k + n, mask=inside, other=0).to(tl.int32)
             inside &= n < length
-        block = tl.load(blocks + n // BLOCK, mask=inside, other=0)
-        row = (block * key_block + (n % BLOCK).to(tl.int64) * key_row + kv.to(tl.int64) * key_head)[:, None]
-        wanted = inside[:, None] & (d < D)[None, :]
-        key = tl.load(keys + row + d[None, :], mask=wanted, other=0.0).to(DOT)
+        home, rows = _places(blocks, n, start, inside, key_block, key_row, BLOCK, ONE)
+        rows = rows[:, None]
+        wanted = inside[:, None] if D == BD else inside[:, None] & (d < D)[None, :]
+        key = tl.load(keys + home + rows + d[None, :], mask=wanted, other=0.0).to(DOT)
         logits = tl.dot(query, key.T, input_precision="ieee")
         if E > 0:
-            rest = tl.load(keys + row + D + e[None, :], mask=inside[:, None] & (e < E)[None, :], other=0.0).to(DOT)
+            partly = inside[:, None] if E == BE else inside[:, None] & (e < E)[None, :]
+            rest = tl.load(keys + home + D + rows + e[None, :], mask=partly, other=0.0).to(DOT)
             logits = tl.dot(extra, rest.T, logits, input_precision="ieee")
         logits = tl.where(inside[None, :], logits * scale, -float("inf"))
         larger = tl.maximum(best, tl.max(logits, axis=1))
-        shift = tl.where(larger == -float("inf"), 0.0, larger)  # nothing seen yet
-        kept = tl.exp(best - shift)
-        share = tl.exp(logits - shift[:, None])
+        if picks is not None:  # of which a step may see none
+            larger = tl.maximum(larger, -1e38)
+        kept = tl.exp2(best - larger)
+        share = tl.exp2(logits - larger[:, None])
         total = total * kept + tl.sum(share, axis=1)
         if values is None:
             value = key
         else:
-            value = tl.load(values + row + d[None, :], mask=wanted, other=0.0).to(DOT)
+            value = tl.load(values + home + rows + d[None, :], mask=wanted, other=0.0).to(DOT)
         acc = tl.dot(share.to(DOT), value, acc * kept[:, None], input_precision="ieee")
         best = larger
     if PARTED:
@@ -116,7 +132,7 @@ def attend(
         tl.store(at, acc.to(out.dtype.element_ty), mask=whole)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def merge(parts, stats, starts, sinks, out, heads, count, D: tl.constexpr, BD: tl.constexpr):
     """out [T, heads, D] from the `count` parts that `attend` left, added up in their order."""
     sequence, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -131,7 +147,7 @@ def merge(parts, stats, starts, sinks, out, heads, count, D: tl.constexpr, BD: t
     total = 0.0
     acc = tl.zeros((BD,), tl.float32)
     for i in range(0, count):
-        factor = tl.exp(tl.load(stats + (first + i) * 2) - best)
+        factor = tl.exp2(tl.load(stats + (first + i) * 2) - best)
         total += tl.load(stats + (first + i) * 2 + 1) * factor
         acc += tl.load(parts + (first + i) * D + d, mask=d < D, other=0.0) * factor
     total, factor = _add_sink(best, total, sinks, head, head < heads)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -15,9 +16,15 @@ from tutel_pack.kernels.triton.chips import Chip
 from tutel_pack.kernels.triton.launch import Launch
 from tutel_pack.kernels.triton.matmul import dot_type
 
-_STEP = {"cuda": 36 << 10, "hip": 32 << 10, "interpreter": 36 << 10}
-"""Bytes of keys and values that a step reads, by vendor: 32 positions of DeepSeek's latents, and on AMD 16, for whose
-registers more are too many."""
+_STEP = {"cuda": 72 << 10, "sm_100": 36 << 10, "hip": 32 << 10, "interpreter": 72 << 10}
+"""Bytes of keys and values that a step reads, by chip or else by vendor: 64, 32 and 16 positions of DeepSeek's latents,
+more of which spill registers."""
+
+_PICKED = 36 << 10
+"""The same of positions that were picked, which have an address each."""
+
+_POSITIONS = 64
+"""Of a step, at most: as many as a block of the engine's cache has, for then a step reads from one place."""
 
 _SUMS = 16 << 10
 """Elements of a tile's accumulator: query heads times dimensions of a value. Twice as many do not fit the registers."""
@@ -35,10 +42,13 @@ class Tile:
     stages: int
 
 
-def tile_for(chip: Chip, group: int, d: int, row_bytes: int) -> Tile:
+def tile_for(chip: Chip, group: int, d: int, row_bytes: int, picked: bool) -> Tile:
     """group: query heads of a key head.  d: dimensions of a value, a power of two.  row_bytes: that a position has."""
-    heads, positions = max(16, min(triton.next_power_of_2(group), _SUMS // d)), 128
-    while positions > 16 and positions * row_bytes > _STEP[chip.vendor]:
+    heads, positions = max(16, min(triton.next_power_of_2(group), _SUMS // d)), _POSITIONS
+    step = _STEP.get(chip.name, _STEP[chip.vendor])
+    step = min(step, _PICKED) if picked else step
+    room = min(step, chip.shared - heads * row_bytes)  # queries are in shared memory, too
+    while positions > 16 and positions * row_bytes > room:
         positions //= 2
     return Tile(heads, positions, 8 if chip.vendor == "cuda" and heads * d == _SUMS else 4, 2)
 
@@ -73,14 +83,16 @@ def attending(
 ) -> list[Launch]:  # fmt: skip
     """What fills out [T, heads, D] for the sequences that have one new token.
 
-    keys, values: [blocks, B, kv_heads, ·], contiguous; no values if they are the first D dimensions of the keys.
+    keys, values: [blocks, B, kv_heads, ·], laid out alike; no values if they are the first D dimensions of the keys.
     picks int64 [S, top_k]. tile, parts: other ones than the rules choose.
     """
     (_, heads, d), (_, block, kv_heads, width) = out.shape, keys.shape
+    if keys.stride(3) != 1 or (values is not None and values.stride() != keys.stride()):
+        raise ValueError("pools of keys and values must be laid out alike, the last dimension without gaps")
     sequences, group = len(layout.lengths), heads // kv_heads
     row_bytes = (width + (0 if values is None else d)) * keys.element_size()
     bd = max(16, triton.next_power_of_2(d))
-    tile = tile or tile_for(chip, group, bd, row_bytes)
+    tile = tile or tile_for(chip, group, bd, row_bytes, picks is not None)
     tiles = -(-group // tile.heads)
     positions = picks.shape[1] if picks is not None else min(window or layout.most * block, layout.most * block)
     parts = parts or parts_for(chip, sequences * kv_heads * tiles, positions, tile)
@@ -89,11 +101,12 @@ def attending(
     own = queries.arguments()
     arguments = dict(
         **own, keys=keys, values=values, starts=layout.starts, lengths=layout.lengths, blocks=layout.blocks,
-        first_block=layout.first_block, picks=picks, sinks=sinks if parts == 1 else None, out=out, parts=partial,
-        stats=stats,
-        scale=float(scale), heads=heads, group=group, top_k=0 if picks is None else picks.shape[1],
+        first_block=layout.first_block, picks=picks, sinks=sinks if parts == 1 else None,
+        out=out, parts=partial, stats=stats,
+        scale=scale * math.log2(math.e), heads=heads, group=group, top_k=0 if picks is None else picks.shape[1],
         key_block=keys.stride(0), key_row=keys.stride(1), key_head=keys.stride(2),
-        BLOCK=block, WINDOW=window, PARTED=parts > 1, DOT=dot_type(chip, out.dtype), TILES=tiles,
+        BLOCK=block, ONE=picks is None and block % tile.positions == 0, WINDOW=window, PARTED=parts > 1,
+        DOT=dot_type(chip, out.dtype), TILES=tiles,
         BH=tile.heads, BN=tile.positions, BD=bd, BE=max(16, triton.next_power_of_2(own["E"])),
     )  # fmt: skip
     launches = [Launch(attend.attend, (sequences, kv_heads * tiles, parts), arguments, tile.warps, tile.stages)]
@@ -105,28 +118,33 @@ def attending(
     return launches
 
 
-def stack_picks(picks: Sequence[Tensor | None] | None, device: torch.device) -> Tensor | None:
-    """int64 [S, top_k] of the sequences with one new token: where nothing was picked, top_k is more than there is."""
-    chosen = [p for p in picks or () if p is not None]
+def stack_picks(picks: Sequence[Tensor | None], device: torch.device) -> Tensor | None:
+    """int64 [S, top_k] of sequences with one new token; one without picks has no more than top_k positions."""
+    chosen = [p for p in picks if p is not None]
     if not chosen:
         return None
     everything = torch.arange(chosen[0].shape[1], device=device)
-    return torch.stack([everything if p is None or len(p) != 1 else p[0] for p in picks])
+    return torch.stack([everything if p is None else p[0] for p in picks])
 
 
-def by_length(
-    q: Tensor, layout: Layout, decode: Callable[[], Tensor], prefill: Callable[[Tensor, Layout, Sequence[int]], Tensor]
-) -> Tensor:
-    """A batch of which `decode` takes the sequences with one new token, leaving the others' rows undefined, and
-    `prefill` the others: it is given their tokens of q, a Layout of them alone, and which they are."""
+Run = Callable[[Tensor, Layout, Sequence[int]], Tensor]
+"""Attention of queries by a Layout of some of a batch's sequences, which are named."""
+
+
+def by_length(q: Tensor, layout: Layout, decode: Run, prefill: Run) -> Tensor:
+    """decode takes the sequences with one new token, prefill those with several."""
     counts = [stop - start for start, stop in zip(layout.starts, layout.starts[1:])]
-    longer = [s for s, count in enumerate(counts) if count > 1]
-    if not any(count == 1 for count in counts):
+    if max(counts) == 1:
+        return decode(q, layout, range(len(counts)))
+    if 1 not in counts:
         return prefill(q, layout, range(len(counts)))
-    out = decode()
-    if longer:
-        rows = torch.cat([torch.arange(layout.starts[s], layout.starts[s + 1]) for s in longer]).to(q.device)
-        out.index_copy_(0, rows, prefill(q[rows], _only(layout, longer), longer))
+    out = None
+    for run, chosen in ((decode, lambda count: count == 1), (prefill, lambda count: count > 1)):
+        which = [s for s, count in enumerate(counts) if chosen(count)]
+        rows = torch.cat([torch.arange(layout.starts[s], layout.starts[s + 1]) for s in which]).to(q.device)
+        part = run(q[rows], _only(layout, which), which)
+        out = q.new_empty(len(q), *part.shape[1:]) if out is None else out
+        out.index_copy_(0, rows, part)
     return out
 
 

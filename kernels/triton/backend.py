@@ -49,15 +49,20 @@ def linear(x: Tensor, w: Weight, bias: Tensor | None) -> Tensor:
     return out
 
 
+def _dense(x: Tensor) -> Tensor:
+    """Without gaps in its last dimension, as kernels take rows."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    x, out = _dense(x), torch.empty_like(x, memory_format=torch.contiguous_format)
     norming(x.reshape(-1, x.shape[-1]), weight, eps, out.view(-1, x.shape[-1])).run()
     return out
 
 
 def rope(x: Tensor, rotation: tuple[Tensor, Tensor], interleaved: bool) -> Tensor:
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    rotating(x, rotation, interleaved, out).run()
+    rotating(_dense(x), rotation, interleaved, out).run()
     return out
 
 
@@ -65,11 +70,11 @@ def attention(
     q: Tensor, keys: Tensor, values: Tensor, layout: Layout, window: int | None,
     scale: float | None, sinks: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    def decode() -> Tensor:
+    def decode(q: Tensor, layout: Layout, which: Sequence[int]) -> Tensor:
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         factor = q.shape[2] ** -0.5 if scale is None else scale
-        chip = chip_of(q.device)
-        for launch in attending(chip, Queries(q), keys, values, layout.flat, out, factor, window, sinks):
+        queries, chip = Queries(_dense(q)), chip_of(q.device)
+        for launch in attending(chip, queries, keys, values, layout.flat, out, factor, window, sinks):
             launch.run()
         return out
 
@@ -85,11 +90,12 @@ def latent_attention(
     """The up-projections of keys and values are absorbed: they are applied to queries and results, by torch."""
     rank, nope = up.shape[2], q.shape[2] - (entries.shape[-1] - up.shape[2])
 
-    def decode() -> Tensor:
+    def decode(q: Tensor, layout: Layout, which: Sequence[int]) -> Tensor:
+        q = _dense(q)
         absorbed = torch.bmm(q[..., :nope].transpose(0, 1), up[:, :nope]).transpose(0, 1)
         queries = Queries(absorbed, q[..., nope:] if nope < q.shape[2] else None)
         latents, keys = q.new_empty(len(q), len(up), rank), entries[:, :, None]
-        seen = stack_picks(picks, q.device)
+        seen = stack_picks([picks[s] for s in which], q.device) if picks else None
         for launch in attending(chip_of(q.device), queries, keys, None, layout.flat, latents, scale, picks=seen):
             launch.run()
         return torch.bmm(latents.transpose(0, 1), up[:, nope:].transpose(1, 2)).transpose(0, 1).contiguous()

@@ -13,8 +13,8 @@ _ELEMENTS = 2048
 """Of a program, at least, where rows are short."""
 
 
-@triton.jit
-def _rms_norm(x, weight, out, rows, x_row, D: tl.constexpr, eps, BR: tl.constexpr, BD: tl.constexpr):
+@triton.jit(do_not_specialize=["rows"])
+def _rms_norm(x, weight, out, rows, x_row, eps, D: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr):
     """x [rows, D], weight [D] -> out [rows, D]; BD: a power of two that D fits into."""
     row = (tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR))[:, None]
     d = tl.arange(0, BD)[None, :]
@@ -34,7 +34,7 @@ def norming(x: Tensor, weight: Tensor, eps: float, out: Tensor) -> Launch:
     return Launch(_rms_norm, (-(-rows // br),), arguments, warps=min(8, max(4, bd // 1024)))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _rotate(
     x, cos, sin, out, rows, heads, x_row, x_head, D: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr,
     BR: tl.constexpr, BH: tl.constexpr, BD: tl.constexpr,

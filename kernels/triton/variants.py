@@ -95,15 +95,17 @@ def others(chip: Chip) -> list[Variant]:
 
 
 def attention(chip: Chip) -> list[Variant]:
-    """One sequence of 32768 positions: 8 query heads to a key head, as Qwen3 has; 128 to the latents of DeepSeek-V3;
-    the options of GLM-5 and gpt-oss; and what belongs to it."""
+    """One sequence of 32768 positions: 8 query heads to a key head, as Qwen3 and Qwen3-Next have; 128 to the latents of
+    DeepSeek-V3; the options of GLM-5 and gpt-oss; and what belongs to it."""
     grouped, merge = _attending(chip, 32, _meta(512, 64, 4, 128))
     latent, _ = _attending(chip, 128, _meta(512, 64, 1, 576), rank=512)
     sparse, _ = _attending(chip, 64, _meta(512, 64, 1, 576), rank=512, picks=_meta(1, 2048, dtype=torch.int64))
     near, *_ = _attending(chip, 64, _meta(512, 64, 8, 64), window=128, sinks=_meta(64))
+    wide, _ = _attending(chip, 16, _meta(512, 64, 2, 256))
     angles = _meta(1, 32, dtype=torch.float32)
     return [
         Variant("attend 8 heads", grouped),
+        Variant("attend 8 wide heads", wide),
         Variant("attend latents", latent),
         Variant("attend picked latents", sparse),
         Variant("attend window with sinks", near),

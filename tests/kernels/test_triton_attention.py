@@ -53,6 +53,8 @@ DECODE = {
     "several tiles of heads": (Case([35], [1], heads=40, kv_heads=2), {}),  # 20 to a key head, in tiles of 16
     "a wide tile": (Case([35], [1], heads=40, kv_heads=2), {"heads": 32}),
     "window": (Case([2, 30, 9], [1, 1, 1], window=20), {"parts": 2}),
+    "steps within blocks": (Case([15, 70], [1, 1], block=32), {}),
+    "a window that begins within a step": (Case([60, 33], [1, 1], window=30, block=16), {"parts": 2}),
     "window of one": (Case([0, 9], [1, 1], window=1), {"parts": 1}),
 }
 
@@ -116,6 +118,16 @@ def test_prefill_is_torch_s():
     arguments = case.q, case.keys, case.values, case.layout, None
     got = interpreted.op("attention", *arguments).result()
     assert torch.equal(got, torch_backend.attention(*arguments, None, None))
+
+
+def test_queries_with_gaps():
+    case = Case([7, 31], [1, 1]).build(torch.float32)
+    case.q = case.q.transpose(1, 2).contiguous().transpose(1, 2)
+    got = interpreted.op("attention", case.q, case.keys, case.values, case.layout).result()
+    assert case.error(got) < case.limit()
+    apart = torch.cat([case.values, case.values], dim=1)[:, : case.block]
+    with pytest.raises(ValueError, match="laid out alike"):
+        interpreted.op("attention", case.q, case.keys, apart, case.layout).result()
 
 
 def far(path: str, q, rows: torch.Tensor, blocks: int):
@@ -238,6 +250,18 @@ def test_the_check_of_latents_sees(dtype):
     assert case.error(right.result()) < case.limit()
     for w, run in zip(wrong, others):
         assert case.error(run.result()) > case.limit(), w
+
+
+def test_mixed_batches_of_latents():
+    """Two sequences decode, the one between them prefills; each sees picks of its own."""
+    one = Latents([40, 4, 30], picked=7).build(torch.float32)
+    g = torch.Generator().manual_seed(5)
+    q = torch.cat([one.q[:1], torch.randn(3, *one.q.shape[1:], generator=g), one.q[2:]])
+    layout = replace(one.layout, starts=[0, 1, 4, 5])
+    got = one.submit(q=q, layout=layout).result()
+    expected = torch_backend.latent_attention(q, one.entries, one.up, layout, one.scale, one.picks)
+    assert worst_tile(got.flatten(0, 1), expected.double().flatten(0, 1).numpy()) < one.limit()
+    assert one.error(torch.cat([got[:1], one.submit().result()[1:2], got[4:]])) < one.limit()
 
 
 # Norms and rotations
