@@ -411,14 +411,13 @@ def test_bfloat16_is_as_exact_as_that_of_transformers(variant, fmt):
 
 
 def test_bfloat16_is_as_exact_at_the_epsilon_of_real_models():
-    """Where a vanishing product is normed, the errors are of any size: those are counted, in many models and sequences
-    since one such error goes on in the states, and the others compared by median."""
+    """Where a vanishing product is normed, the errors are of any size in either model, and go on in the states: which
+    model has the worst of a sequence is chance (over 40 seeds ours in 16), so distributions are compared."""
     kinds = {"layer_types": ["linear_attention", "full_attention"], "num_hidden_layers": 2, "rms_norm_eps": 1e-6}
     pairs = [bfloat16_errors(variant, "bf16", 16, 24, seed=seed, **kinds) for seed in range(6) for variant in ("next", "3.5")]
     ours, theirs = (torch.cat(e) for e in zip(*pairs))
-    assert ours.median() <= 1.5 * theirs.median()
-    wild = 4 * theirs.median()
-    assert (ours > wild).sum() <= 1.5 * (theirs > wild).sum()
+    for share in (0.5, 0.9, 0.97, 0.99):
+        assert ours.quantile(share) <= 1.5 * theirs.quantile(share), share
 
 
 @pytest.mark.parametrize("variant", ["next", "3.5"])
