@@ -4,6 +4,7 @@
 #include <cstring>
 #include <new>
 #include <string>
+#include <system_error>
 
 #include "isa.h"
 #include "moe.h"
@@ -84,6 +85,8 @@ int32_t guarded(Work&& work) {
   try {
     return work();
   } catch (const std::bad_alloc&) {
+    return TP_NO_MEMORY;
+  } catch (const std::system_error&) {  // threads are refused for want of memory too
     return TP_NO_MEMORY;
   }
 }

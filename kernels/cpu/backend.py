@@ -8,6 +8,7 @@ kernel for.
 from __future__ import annotations
 
 import ctypes
+import threading
 import weakref
 from collections.abc import Sequence
 
@@ -42,6 +43,7 @@ _known: dict[int, tuple[weakref.ref, int]] = {}
 """By id of a weight: a reference to it, and where its description is, 0 if there is none."""
 
 _described: dict[int, native.Weight] = {}
+_describing = threading.Lock()
 
 
 def _place(w: Weight) -> int:
@@ -51,15 +53,18 @@ def _place(w: Weight) -> int:
 
 
 def _describe(w: Weight) -> int:
-    key, description = id(w), native.describe(w)
+    key = id(w)
 
     def forget(_, key=key):
         _known.pop(key, None)
         _described.pop(key, None)
 
-    _described[key] = description
-    _known[key] = weakref.ref(w, forget), ctypes.addressof(description) if description else 0
-    return _known[key][1]
+    with _describing:  # two threads may meet a weight at once, and each keeps the address that it was given
+        found = _known.get(key)
+        if found is None or found[0]() is not w:
+            _described[key] = description = native.describe(w)
+            _known[key] = found = weakref.ref(w, forget), ctypes.addressof(description) if description else 0
+        return found[1]
 
 
 def _bias(bias: Tensor | None) -> tuple[int | None, int, Tensor | None]:
@@ -117,6 +122,7 @@ def linears(x: Tensor, parts: Sequence[tuple[Weight, Tensor | None]]) -> list[Te
     tokens, rows = x.shape[0], [w.shape[0] for w, _ in parts]
     x, out = x.contiguous(), x.new_empty(tokens * sum(rows))
     pointers = ctypes.c_void_p * len(parts)
+    biases = [None if bias is None else bias.contiguous() for bias in biases]
     addresses = None if biases[0] is None else pointers(*(bias.data_ptr() for bias in biases))
     bias_dtype = 0 if addresses is None else _DTYPES[biases[0].dtype]
     _check(_linears(
@@ -153,17 +159,20 @@ def attend(
     q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, layout: Layout,
     rotation: tuple[Tensor, Tensor] | None, heads: Heads,
 ) -> Tensor | None:  # fmt: skip
-    if heads not in _layers:
-        _layers[heads] = _describe_heads(q, keys, rotation, heads)
-    place = _layers[heads]
-    if place is None or q.dtype != keys.dtype or _DTYPES[q.dtype] != place.dtype:
+    if q.dtype != keys.dtype or not (keys.is_contiguous() and values.is_contiguous()):
         return None
-    q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+    made_for, place = _made_for(q, keys, rotation), _layers.get(heads)
+    if place is None or place.made_for != made_for:
+        _layers[heads] = place = _describe_heads(q, keys, rotation, heads)
+    if place is None:
+        return None
+    q, k, v, slots = q.contiguous(), k.contiguous(), v.contiguous(), layout.slots.contiguous()
     tokens, turned = q.shape[0], torch.empty_like(q)
+    rotation = rotation and [r.contiguous() for r in rotation]
     cosines, sines = (r.data_ptr() for r in rotation) if rotation else (None, None)
     _check(_place_heads(
         ctypes.addressof(place), tokens, q.data_ptr(), k.data_ptr(), v.data_ptr(), cosines, sines,
-        layout.slots.data_ptr(), turned.data_ptr(), keys.data_ptr(), values.data_ptr(),
+        slots.data_ptr(), turned.data_ptr(), keys.data_ptr(), values.data_ptr(),
     ))  # fmt: skip
     turned = turned.view(tokens, place.heads, place.width)
     return attention(turned, keys, values, layout, heads.window, heads.scale, heads.sinks).view(tokens, -1)
@@ -190,7 +199,7 @@ def attention(
 
 def _describe_attention(heads: int, keys: Tensor, window, scale, sinks: Tensor | None, dtype: int) -> native.Attention:
     _, block_size, kv_heads, width = keys.shape
-    sinks = None if sinks is None else sinks.float()
+    sinks = None if sinks is None else sinks.float().contiguous()
     found = native.Attention(
         heads, kv_heads, width, block_size, window or 0, None if sinks is None else sinks.data_ptr(),
         width**-0.5 if scale is None else scale, dtype,
@@ -207,13 +216,14 @@ def _describe_layout(layout: Layout) -> native.Layout | None:
     starts, lengths = list(layout.starts), list(layout.lengths)
     if max(stop - start for start, stop in zip(starts, starts[1:])) > FEW:
         return None
-    addresses = [table.data_ptr() for table in layout.tables]
+    tables = [table.contiguous() for table in layout.tables]
+    addresses = [table.data_ptr() for table in tables]
     arrays = [
         (ctypes.c_int64 * len(starts))(*starts), (ctypes.c_int64 * len(lengths))(*lengths),
         (ctypes.c_void_p * len(addresses))(*addresses),
     ]  # fmt: skip
     found = native.Layout(len(lengths), *map(ctypes.addressof, arrays))
-    found.keep, found.address = arrays, ctypes.addressof(found)
+    found.keep, found.address = (arrays, tables), ctypes.addressof(found)
     return found
 
 
@@ -223,10 +233,17 @@ def _describe_heads(q: Tensor, keys: Tensor, rotation: tuple[Tensor, Tensor] | N
         return None
     kv_heads, width = keys.shape[2:]
     q_norm, k_norm = (None if n is None else n.data_ptr() for n in norms)
-    return native.Heads(
+    found = native.Heads(
         q.shape[1] // width, kv_heads, width, 2 * rotation[0].shape[1] if rotation else 0, q_norm, k_norm,
         0 if norms[0] is None else _DTYPES[norms[0].dtype], heads.interleaved, _DTYPES[q.dtype], heads.eps,
     )  # fmt: skip
+    found.made_for = _made_for(q, keys, rotation)
+    return found
+
+
+def _made_for(q: Tensor, keys: Tensor, rotation: tuple[Tensor, Tensor] | None) -> tuple:
+    """What the description of a layer's heads depends on, beside the Heads."""
+    return q.dtype, q.shape[1], keys.shape[1:], rotation[0].shape[1] if rotation else 0
 
 
 def routed(x: Tensor, experts: Experts) -> Tensor | None:
@@ -264,14 +281,17 @@ def layer(
         return None
     if layer not in _layers:
         _layers[layer] = _describe_layer(x, layer, keys, values, rotation)
-    place = _layers[layer]
-    if place is None or place.made_for != (x.dtype, keys.dtype, keys.shape[1:]):
+    place, turned = _layers[layer], rotation[0].shape[1] if rotation else 0
+    if place is None or place.made_for != (x.dtype, keys.dtype, keys.shape[1:], turned):
         return None
-    out = x.clone(memory_format=torch.contiguous_format)
+    if not (keys.is_contiguous() and values.is_contiguous()):
+        return None
+    out, slots = x.clone(memory_format=torch.contiguous_format), layout.slots.contiguous()
+    rotation = rotation and [r.contiguous() for r in rotation]
     cosines, sines = (r.data_ptr() for r in rotation) if rotation else (None, None)
     _check(_layer_step(
         place.address, where.address, out.data_ptr(), x.shape[0], cosines, sines,
-        layout.slots.data_ptr(), keys.data_ptr(), values.data_ptr(),
+        slots.data_ptr(), keys.data_ptr(), values.data_ptr(),
     ))  # fmt: skip
     return out
 
@@ -289,7 +309,7 @@ def _describe_layer(
         return None
     heads = _describe_heads(x.new_empty(1, rows), keys, rotation, layer.heads)
     experts = _describe_experts(layer.experts)
-    if heads is None or experts is None or not (keys.is_contiguous() and values.is_contiguous()):
+    if heads is None or experts is None:
         return None
     h = layer.heads
     attended = _describe_attention(rows // width, keys, h.window, h.scale, h.sinks, dtype)
@@ -301,5 +321,5 @@ def _describe_layer(
         ctypes.addressof(heads), ctypes.addressof(attended), ctypes.addressof(experts), layer.eps,
     )  # fmt: skip
     found.keep = heads, attended, experts, vectors
-    found.address, found.made_for = ctypes.addressof(found), (x.dtype, keys.dtype, keys.shape[1:])
+    found.address, found.made_for = ctypes.addressof(found), (x.dtype, keys.dtype, keys.shape[1:], heads.rotated // 2)
     return found

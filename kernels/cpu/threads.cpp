@@ -56,17 +56,15 @@ int default_threads() {
 class Team {
  public:
   explicit Team(int n) : process_(getpid()), size_(n) {
-    for (int i = 1; i < n; i++) workers_.emplace_back([this, i] { work(i); });
+    try {
+      for (int i = 1; i < n; i++) workers_.emplace_back([this, i] { work(i); });
+    } catch (...) {  // the system has no more threads to give
+      dismiss();
+      throw;
+    }
   }
 
-  ~Team() {
-    if (process_ != getpid()) {  // a fork: the threads stayed behind
-      for (auto& worker : workers_) new (&worker) std::thread();
-      return;
-    }
-    post(nullptr, nullptr);
-    for (auto& worker : workers_) worker.join();
-  }
+  ~Team() { dismiss(); }
 
   int size() const { return size_; }
   bool forked() const { return process_ != getpid(); }
@@ -88,6 +86,11 @@ class Team {
   }
 
  private:
+  void dismiss() {
+    post(nullptr, nullptr);
+    for (auto& worker : workers_) worker.join();
+  }
+
   void post(void (*job)(void*, const Member&), void* context) {
     job_ = job;
     context_ = context;
@@ -144,7 +147,9 @@ int wanted_threads = 0;
 
 Team& current_team() {
   if (!wanted_threads) wanted_threads = default_threads();
-  if (!team || team->size() != wanted_threads || team->forked()) {
+  // After a fork the threads are in the parent, and so is who waits for them: such a team can only be left as it is.
+  if (team && team->forked()) team = nullptr;
+  if (!team || team->size() != wanted_threads) {
     delete team;
     team = nullptr;
     team = new Team(wanted_threads);

@@ -184,3 +184,41 @@ def test_what_a_layer_leaves_to_single_operations(ops):
     case = Attention(torch.float32)
     case.layout = Layout([0, 9], [9], [torch.tensor([0])], torch.arange(9))  # so many that matrices are multiplied
     assert ops.layer(normal(9, 96), layer_of(case, False), *case.pools, case.layout, None) is None
+
+
+def attend_arguments(heads: int, width: int, rotated: int, dtype: torch.dtype) -> tuple:
+    """(q, k, v, keys, values, layout, rotation) of two sequences of one new token, with two heads of keys."""
+    layout = Layout([0, 1, 2], [3, 6], [torch.tensor([1]), torch.tensor([0, 2])], torch.tensor([6, 9]))
+    q, k, v = normal(2, heads * width, dtype=dtype), *(normal(2, 2 * width, dtype=dtype, seed=s) for s in (1, 2))
+    pools = [normal(3, 4, 2, width, dtype=dtype, seed=s) for s in (3, 4)]
+    rotation = (normal(2, rotated // 2, seed=5), normal(2, rotated // 2, seed=6)) if rotated else None
+    return q, k, v, *pools, layout, rotation
+
+
+@pytest.mark.parametrize("second", [(4, 32, 0), (4, 32, 16), (2, 32, 32), (4, 64, 32)], ids=str)
+def test_heads_serve_any_shape(ops, second):
+    """A description made for one call must not be used for another."""
+    heads = Heads()
+    for shape in ((4, 32, 32), second):
+        for dtype in DTYPES:
+            ours, theirs = attend_arguments(*shape, dtype), attend_arguments(*shape, dtype)
+            assert_close(ops.attend(*ours, heads), alone(ops).attend(*theirs, heads), units=16)
+            assert all(torch.equal(a, b) for a, b in zip(ours[3:5], theirs[3:5])), "the cache"
+
+
+def strided(x: Tensor) -> Tensor:
+    """The same values, not one after another."""
+    return torch.stack([x, torch.full_like(x, 1)], dim=-1)[..., 0]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_arguments_may_be_strided(ops, dtype):
+    q, k, v, keys, values, layout, rotation = attend_arguments(4, 32, 16, dtype)
+    sinks = normal(4)
+    expected = ops.attend(q, k, v, keys.clone(), values.clone(), layout, rotation, Heads(sinks=sinks))
+    spread = Layout(layout.starts, layout.lengths, [strided(t) for t in layout.tables], strided(layout.slots))
+    stored = keys.clone(), values.clone()
+    got = ops.attend(*map(strided, (q, k, v)), *stored, spread, tuple(map(strided, rotation)), Heads(sinks=strided(sinks)))
+    assert torch.equal(got, expected)
+    x, w, bias = normal(3, 96, dtype=dtype), random_packed("fp8", (64, 96)), normal(64)
+    assert torch.equal(ops.linears(strided(x), [(w, strided(bias))] * 2)[1], ops.linear(x, w, bias))
