@@ -150,17 +150,9 @@ class Limits:
         return 2 * math.prod(MATMUL) / min(seconds(lambda: F.linear(self._x, self._w)) for _ in range(5))
 
 
-def has_native() -> bool:
-    try:
-        native.library()
-    except native.Unavailable:
-        return False
-    return True
-
-
 def reader() -> Callable[[Tensor], object]:
     """Reads a tensor's memory with all threads: by the native kernels' own reader, or without them by torch."""
-    return native.read if has_native() else lambda data: data.view(torch.int64).sum()
+    return native.read if not native.missing() else lambda data: data.view(torch.int64).sum()
 
 
 def bytes_per_token(manifest: Manifest) -> int:
@@ -209,7 +201,7 @@ def run(kind: type, folder: Path, threads: int) -> dict:
     if engine.limits:
         engine.limits.touch()
     decode = list(_decode(step, engine.limits))
-    outside = outside_kernels(step) if kind is Ours and has_native() else None
+    outside = outside_kernels(step) if kind is Ours and not native.missing() else None
     after_decode = Memory.now()
     prefill = {length: list(_prefill(engine, length)) for length in LENGTHS}
     return {

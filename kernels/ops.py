@@ -138,7 +138,7 @@ def get_ops(backend: str = "auto", device: torch.device | str = "cpu") -> Ops:
     name, why = _best(device) if backend == "auto" else (backend, "as asked for")
     if name not in BACKENDS:
         raise InputError(f"Unknown backend {backend!r}: choose one of auto, {', '.join(BACKENDS)}.")
-    if reason := _missing(name, device):
+    if reason := missing(name, device):
         raise InputError(f"The backend {name!r} cannot be had: {reason}.")
     _log.info("kernels: backend %s, %s", name, why)
     return Ops(name)
@@ -147,12 +147,12 @@ def get_ops(backend: str = "auto", device: torch.device | str = "cpu") -> Ops:
 def _best(device: torch.device) -> tuple[str, str]:
     """(name, why) of the backend to take unless asked for another."""
     own = {"cpu": "cpu", "cuda": "triton"}.get(device.type, "torch")
-    if reason := _missing(own, device):
+    if reason := missing(own, device):
         return "torch", f"because {own} cannot be had: {reason}"
     return own, f"by {native.selected()} on {native.threads()} threads" if own == "cpu" else f"the one for {device.type}"
 
 
-def _missing(name: str, device: torch.device) -> str:
+def missing(name: str, device: torch.device) -> str:
     """What a backend lacks to work on a device, empty if nothing."""
     if name == "cpu" and device.type != "cpu":
         return f"it cannot work on {device}; choose another, or the device 'cpu'"
@@ -172,8 +172,8 @@ class Ops:
     x has the compute dtype C (float32, bfloat16 or float16); so has what is returned, unless stated. Weights are
     rounded once to C, sums are float32 and rounded once to C. T may be 0. A shape that does not fit is a ValueError.
 
-    `linears`, `attend`, `routed` and `layer` are several operations in one call, for decoding, where calls cost more than some of
-    their work. A backend need not have them, and may return None for what it leaves to the single operations.
+    Those of FUSED are several operations in one call, for decoding, where calls cost more than some of their work. A
+    backend need not have them, and may return None for what it leaves to the single operations.
     """
 
     def __init__(self, name: str):

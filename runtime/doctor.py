@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import platform
 from importlib.metadata import PackageNotFoundError, version
-from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -14,6 +13,7 @@ from tutel_pack import __version__
 from tutel_pack.artifact import Artifact
 from tutel_pack.commands import size
 from tutel_pack.kernels.cpu import native
+from tutel_pack.kernels.ops import missing
 from tutel_pack.spec import GENERAL, ModelSpec
 
 PACKAGES = ("torch", "transformers", "safetensors", "huggingface_hub", "triton")
@@ -37,8 +37,8 @@ def facts(folder: Path | None = None) -> dict[str, str | list[str]]:
 
 def _kernels() -> list[str]:
     """Backends, the one that is taken first."""
-    gpus = ["triton (for GPUs)"] if find_spec("triton") else []
-    if reason := native.missing():
+    gpus = [] if missing("triton", torch.device("cuda")) else ["triton (for GPUs)"]
+    if reason := missing("cpu", torch.device("cpu")):
         return [*gpus, f"torch (no native ones for this processor: {reason})"]
     others = [name for name in native.available() if name != native.selected()]
     return [f"cpu ({native.selected()}; there are {', '.join(others)} too; {native.threads()} threads)", *gpus, "torch"]

@@ -77,6 +77,12 @@ def _bias(bias: Tensor | None) -> tuple[int | None, int, Tensor | None]:
     return bias.data_ptr(), _DTYPES[bias.dtype], bias
 
 
+def _clamp(activation: Swiglu | ClampedSwiglu) -> tuple[float, float, float]:
+    """(limit, alpha, shift) as the library takes them; no limit is none of them."""
+    clamped = isinstance(activation, ClampedSwiglu)
+    return (activation.limit, activation.alpha, activation.shift) if clamped else (0.0, 0.0, 0.0)
+
+
 def _check(status: int) -> None:
     if status == 1:
         raise IndexError("an expert id is outside −1 … experts − 1")
@@ -102,13 +108,11 @@ def moe(
     if not gate_up_place or not down_place or dtype is None:
         return torch_backend.moe(x, ids, weights, gate_up, down, activation, gate_up_bias, down_bias)
     x, ids, weights, out = x.contiguous(), ids.contiguous(), weights.contiguous(), torch.empty_like(x)
-    clamped = isinstance(activation, ClampedSwiglu)
-    limit, alpha, shift = (activation.limit, activation.alpha, activation.shift) if clamped else (0.0, 0.0, 0.0)
     first, first_dtype, _first = _bias(gate_up_bias)
     second, second_dtype, _second = _bias(down_bias)
     _check(_moe(
         gate_up_place, down_place, x.data_ptr(), ids.data_ptr(), weights.data_ptr(), len(x), ids.shape[1], dtype,
-        limit, alpha, shift, first, first_dtype, second, second_dtype, out.data_ptr(),
+        *_clamp(activation), first, first_dtype, second, second_dtype, out.data_ptr(),
     ))  # fmt: skip
     return out
 
@@ -168,8 +172,7 @@ def attend(
         return None
     q, k, v, slots = q.contiguous(), k.contiguous(), v.contiguous(), layout.slots.contiguous()
     tokens, turned = q.shape[0], torch.empty_like(q)
-    rotation = rotation and [r.contiguous() for r in rotation]
-    cosines, sines = (r.data_ptr() for r in rotation) if rotation else (None, None)
+    (cosines, sines), _kept = _angles(rotation)
     _check(_place_heads(
         ctypes.addressof(place), tokens, q.data_ptr(), k.data_ptr(), v.data_ptr(), cosines, sines,
         slots.data_ptr(), turned.data_ptr(), keys.data_ptr(), values.data_ptr(),
@@ -178,16 +181,20 @@ def attend(
     return attention(turned, keys, values, layout, heads.window, heads.scale, heads.sinks).view(tokens, -1)
 
 
+def _angles(rotation: tuple[Tensor, Tensor] | None) -> tuple[tuple, list[Tensor]]:
+    """(addresses of cosines and sines, the tensors to be kept)."""
+    if rotation is None:
+        return (None, None), []
+    kept = [r.contiguous() for r in rotation]
+    return tuple(r.data_ptr() for r in kept), kept
+
+
 def attention(
     q: Tensor, keys: Tensor, values: Tensor, layout: Layout, window: int | None,
     scale: float | None, sinks: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    if layout not in _layouts:
-        _layouts[layout] = _describe_layout(layout)
-    place, (_, _, kv_heads, width) = _layouts[layout], keys.shape
-    heads, dtype = q.shape[1], _DTYPES.get(q.dtype)
-    fits = dtype is not None and keys.dtype == q.dtype and width % 16 == 0 and width <= 512 and heads <= 128 * kv_heads
-    if place is None or not fits or not (keys.is_contiguous() and values.is_contiguous()):
+    place, heads, dtype = _layout(layout), q.shape[1], _DTYPES.get(q.dtype)
+    if place is None or not _attends(q.dtype, heads, keys) or not (keys.is_contiguous() and values.is_contiguous()):
         return torch_backend.attention(q, keys, values, layout, window, scale, sinks)
     described = _describe_attention(heads, keys, window, scale, sinks, dtype)
     q, out = q.contiguous(), torch.empty_like(q, memory_format=torch.contiguous_format)
@@ -195,6 +202,12 @@ def attention(
         ctypes.addressof(described), place.address, q.data_ptr(), keys.data_ptr(), values.data_ptr(), out.data_ptr()
     ))  # fmt: skip
     return out
+
+
+def _attends(dtype: torch.dtype, heads: int, keys: Tensor) -> bool:
+    """Whether there is a kernel for queries of that many heads."""
+    kv_heads, width = keys.shape[2:]
+    return dtype in _DTYPES and keys.dtype == dtype and width % 16 == 0 and width <= 512 and heads <= 128 * kv_heads
 
 
 def _describe_attention(heads: int, keys: Tensor, window, scale, sinks: Tensor | None, dtype: int) -> native.Attention:
@@ -209,6 +222,13 @@ def _describe_attention(heads: int, keys: Tensor, window, scale, sinks: Tensor |
 
 
 _layouts: weakref.WeakKeyDictionary[Layout, native.Layout | None] = weakref.WeakKeyDictionary()
+
+
+def _layout(layout: Layout) -> native.Layout | None:
+    """Described once."""
+    if layout not in _layouts:
+        _layouts[layout] = _describe_layout(layout)
+    return _layouts[layout]
 
 
 def _describe_layout(layout: Layout) -> native.Layout | None:
@@ -261,12 +281,10 @@ def _describe_experts(e: Experts) -> native.Experts | None:
     places = [_place(w) for w in (e.router, e.gate_up, e.down)]
     if not all(places):
         return None
-    router, activation = native.describe_router(e.spec, e.correction), e.spec.activation
-    clamped = isinstance(activation, ClampedSwiglu)
-    limit, alpha, shift = (activation.limit, activation.alpha, activation.shift) if clamped else (0.0, 0.0, 0.0)
+    router = native.describe_router(e.spec, e.correction)
     biases = [_bias(bias) for bias in (e.router_bias, e.gate_up_bias, e.down_bias)]
     vectors = [native.Vector(address, dtype) for address, dtype, _ in biases]
-    found = native.Experts(*places, ctypes.addressof(router), *vectors, limit, alpha, shift)
+    found = native.Experts(*places, ctypes.addressof(router), *vectors, *_clamp(e.spec.activation))
     found.keep = router, biases
     return found
 
@@ -274,9 +292,7 @@ def _describe_experts(e: Experts) -> native.Experts | None:
 def layer(
     x: Tensor, layer: Layer, keys: Tensor, values: Tensor, layout: Layout, rotation: tuple[Tensor, Tensor] | None
 ) -> Tensor | None:
-    if layout not in _layouts:
-        _layouts[layout] = _describe_layout(layout)
-    where = _layouts[layout]
+    where = _layout(layout)
     if where is None:
         return None
     if layer not in _layers:
@@ -287,8 +303,7 @@ def layer(
     if not (keys.is_contiguous() and values.is_contiguous()):
         return None
     out, slots = x.clone(memory_format=torch.contiguous_format), layout.slots.contiguous()
-    rotation = rotation and [r.contiguous() for r in rotation]
-    cosines, sines = (r.data_ptr() for r in rotation) if rotation else (None, None)
+    (cosines, sines), _kept = _angles(rotation)
     _check(_layer_step(
         place.address, where.address, out.data_ptr(), x.shape[0], cosines, sines,
         slots.data_ptr(), keys.data_ptr(), values.data_ptr(),
@@ -301,18 +316,16 @@ def _describe_layer(
 ) -> native.Layer | None:
     """None where one of its parts has no kernel."""
     projections = [*layer.qkv, layer.output]
-    places, dtype = [_place(w) for w, _ in projections], _DTYPES.get(x.dtype)
-    rows, (kv_heads, width) = layer.qkv[0][0].shape[0], keys.shape[2:]
-    norms = layer.input_norm, layer.post_norm
-    fits = dtype is not None and keys.dtype == x.dtype and width % 16 == 0 and width <= 512 and rows <= 128 * kv_heads * width
-    if not fits or not all(places) or any(n.dtype not in _DTYPES for n in norms):
+    places, rows = [_place(w) for w, _ in projections], layer.qkv[0][0].shape[0]
+    norms, count = (layer.input_norm, layer.post_norm), rows // keys.shape[3]
+    if not _attends(x.dtype, count, keys) or not all(places) or any(n.dtype not in _DTYPES for n in norms):
         return None
     heads = _describe_heads(x.new_empty(1, rows), keys, rotation, layer.heads)
     experts = _describe_experts(layer.experts)
     if heads is None or experts is None:
         return None
     h = layer.heads
-    attended = _describe_attention(rows // width, keys, h.window, h.scale, h.sinks, dtype)
+    attended = _describe_attention(count, keys, h.window, h.scale, h.sinks, _DTYPES[x.dtype])
     vectors = [_bias(v) for v in (*norms, *(bias for _, bias in projections))]
     norm_vectors, biases = vectors[:2], vectors[2:]
     found = native.Layer(
