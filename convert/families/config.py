@@ -94,7 +94,7 @@ class Config:
             hidden=self.size("hidden_size"),
             vocab=self.size("vocab_size"),
             # Who stretches a rope by hand often leaves max_position_embeddings as it was.
-            context=max(positions, *(int(s.factor * s.original) for s in scalings if isinstance(s, (Yarn, Dynamic))), 0),
+            context=max([positions, *(int(s.factor * s.original) for s in scalings if isinstance(s, (Yarn, Dynamic)))]),
             norm_eps=self.number("rms_norm_eps", norm_eps),
             tied_head=self.flag("tie_word_embeddings", tied_head),
             layers=layers,

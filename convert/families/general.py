@@ -26,8 +26,6 @@ _SKIPS = {r".*rotary_emb\.inv_freq": "a buffer that follows from the config"}
 _LEFT_OUT = "its transformers module has no such part"
 _NOT_TEXT = "of what the model sees or hears: only its text part is converted"
 _MERGES = {"MergeModulelist", "Concatenate"}
-_ROWS_BELOW_ROWS = [("Concatenate", 0)]
-_EXPERTS_MAY_BE_TRANSPOSED = [("Transpose", 1)]
 
 
 def find(config: dict) -> Family | None:
@@ -40,22 +38,24 @@ def find(config: dict) -> Family | None:
         return None
     model = general.build(config)
     tensors = general.describe(model, tied_head=False)
-    renamings, parts = _mapping(model)
+    renamings, converters = _mapping(model)
+    left_out = general.left_out(model)
+    sources = _joined(tensors, converters) | _expert_sources(model, converters)
     return Family(
         model_types=(model_type,),
         spec=lambda _: _spec(model),
-        renames={re.escape(name): sources for name, sources in (_joined(tensors, parts) | _expert_sources(model, parts)).items()},
-        skips=_skips(model),
+        renames={re.escape(name): parts for name, parts in sources.items()},
+        skips=_skips(model, left_out),
         transposed=tuple(re.escape(name) for name, m in _fused(model).items() if m.is_transposed),
-        transposable=tuple(re.escape(name) for name in tensors if _finds(name, parts, _EXPERTS_MAY_BE_TRANSPOSED)),
+        transposable=tuple(re.escape(name) for name in tensors if _maker(name, converters, _may_transpose_experts)),
         tensors=lambda spec: general.describe(model, spec.tied_head),
-        spell=_speller(renamings, [*tensors, *general.left_out(model)]),
-        undone=_undone(parts),
+        spell=_speller(renamings, [*tensors, *left_out]),
+        undone=_undone(converters),
     )
 
 
-def _skips(model: nn.Module) -> dict[str, str]:
-    other = {rf"{re.escape(name)}\..*": _NOT_TEXT for name in general.left_out(model)}
+def _skips(model: nn.Module, left_out: list[str]) -> dict[str, str]:
+    other = {rf"{re.escape(name)}\..*": _NOT_TEXT for name in left_out}
     return _SKIPS | other | {f".*(?:{p}).*": _LEFT_OUT for p in model._keys_to_ignore_on_load_unexpected or ()}
 
 
@@ -98,22 +98,40 @@ def _undone(converters: list) -> dict[str, str]:
 
 def _joined(tensors: Collection[str], converters: list) -> dict[str, tuple[str, ...]]:
     """Canonical name of a weight whose rows the source holds as several -> their names."""
-    found = {name: _finds(name, converters, _ROWS_BELOW_ROWS) for name in tensors}
-    return {
-        name: tuple(name.removesuffix(_plain(c.target_patterns[0])) + _plain(s) for s in c.source_patterns)
-        for name, c in found.items()
-        if c
-    }
+    found = {name: _maker(name, converters, _stacks_rows) for name in tensors}
+    return {name: _parts(name, converter) for name, converter in found.items() if converter}
 
 
-def _finds(name: str, converters: list, operations: list[tuple[str, int]]):
-    """The converter that makes a canonical tensor by these operations, (class, first dimension), None if there is none."""
+def _maker(name: str, converters: list, does: Callable[[object], bool]):
+    """The converter that makes a canonical tensor, and nothing else, in that way; None if there is none."""
     for converter in converters:
-        made = [(type(op).__name__, getattr(op, "dim", getattr(op, "dim0", None))) for op in converter.operations]
-        targets = [_plain(t) for t in converter.target_patterns]
-        if made == operations and len(targets) == 1 and name.endswith(targets[0]) and "*" not in str(converter.source_patterns):
+        if len(converter.target_patterns) == 1 and name.endswith(_plain(converter.target_patterns[0])) and does(converter):
             return converter
     return None
+
+
+def _parts(name: str, converter) -> tuple[str, ...]:
+    """Names of what a canonical tensor is made of, with {expert} for the expert."""
+    start = name.removesuffix(_plain(converter.target_patterns[0]))
+    return tuple(start + _plain(source).replace("*", "{expert}") for source in converter.source_patterns)
+
+
+def _merges_experts(converter) -> bool:
+    return {type(op).__name__ for op in converter.operations} <= _MERGES
+
+
+def _stacks_rows(converter) -> bool:
+    return _does_alone(converter, "Concatenate", "dim", 0)
+
+
+def _may_transpose_experts(converter) -> bool:
+    return _does_alone(converter, "Transpose", "dim0", 1)
+
+
+def _does_alone(converter, operation: str, dimension: str, value: int) -> bool:
+    """Whether it is that one operation, on sources that are named one by one."""
+    done = [type(op).__name__ for op in converter.operations] == [operation]
+    return done and getattr(converter.operations[0], dimension) == value and "*" not in str(converter.source_patterns)
 
 
 def _expert_sources(model: nn.Module, converters: list) -> dict[str, tuple[str, ...]]:
@@ -127,12 +145,8 @@ def _fused(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def _sources(name: str, converters: list) -> tuple[str, ...]:
-    for converter in converters:
-        target = _plain(converter.target_patterns[0])
-        merges = {type(op).__name__ for op in converter.operations} <= _MERGES
-        if merges and len(converter.target_patterns) == 1 and name.endswith(target):
-            start = name.removesuffix(target)
-            return tuple(start + _plain(s).replace("*", "{expert}") for s in converter.source_patterns)
+    if converter := _maker(name, converters, _merges_experts):
+        return _parts(name, converter)
     block, _, weight = name.rpartition(".")
     return tuple(f"{block}.{{expert}}.{part}" for part in _DEFAULT[weight])
 

@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 
 from tests.checkpoints import to_layout, write_checkpoint
 from tests.runtime.general_models import MODELS, hold_decoded, make_model, spelled, takes_text, write
+from tests.runtime.test_decoder import run, worst
 from tutel_pack.artifact import Artifact
 from tutel_pack.convert.pipeline import convert_checkpoint
 from tutel_pack.errors import InputError
@@ -59,25 +60,6 @@ def cases(tmp_path_factory):
 def prompts(*lengths: int) -> list[list[int]]:
     generator = torch.Generator().manual_seed(1)
     return [torch.randint(3, 211, (n,), generator=generator).tolist() for n in lengths]
-
-
-def worst(got: torch.Tensor, expected: torch.Tensor) -> float:
-    """The worst position's largest error of a logit, relative to its largest logit."""
-    return ((got.double() - expected).abs().amax(-1) / expected.abs().amax(-1)).nan_to_num(torch.inf).max().item()
-
-
-def run(decoder, new: list[list[int]], chunk: int | None = None, block_size: int = 5) -> list[torch.Tensor]:
-    """Logits at every position of each sequence, all in one batch or `chunk` tokens of each at a time."""
-    longest = max(map(len, new))
-    cache = decoder.new_cache(len(new) * -(-longest // block_size), block_size)
-    tables = [cache.allocate(-(-len(ids) // block_size)) for ids in new]
-    pieces = [[] for _ in new]
-    for start in range(0, longest, chunk or longest):
-        parts = [ids[start : start + (chunk or longest)] for ids in new]
-        batch = Batch.build(parts, [start] * len(new), tables, all_rows=True)
-        for piece, logits in zip(pieces, decoder.forward(batch, cache).split([len(p) for p in parts])):
-            piece.append(logits)
-    return [torch.cat(p) for p in pieces]
 
 
 @pytest.mark.parametrize("model_type,fmt", CASES)
