@@ -14,6 +14,8 @@ import pytest
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).resolve().parents[2]
+# It lowers the limit of addresses, and AddressSanitizer ends a process that it cannot map its own tables in.
+LIMITED = "tests/kernels/test_cpu_processes.py::test_in_a_process_of_its_own[too many threads]"
 SANITIZE = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer", "-O1", "-g"]
 
 
@@ -46,7 +48,7 @@ def run(library: Path, *command: str) -> subprocess.CompletedProcess:
 
 def test_the_kernels_are_clean(library):
     tests = [str(path) for path in sorted((ROOT / "tests/kernels").glob("test_cpu_*.py")) if path != Path(__file__)]
-    done = run(library, "-m", "pytest", "-x", *tests)
+    done = run(library, "-m", "pytest", "-x", "--deselect", LIMITED, *tests)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
 
 
