@@ -10,7 +10,7 @@ namespace {
 constexpr int TILE_ROWS = 16, STEP = 32;      // of a tile of weights: rows, and columns of bfloat16
 constexpr int TILE = TILE_ROWS * STEP;        // its items
 constexpr int64_t BAND = 2 * TILE_ROWS;       // rows worked on at a time
-constexpr int64_t CHUNK = 256;                // columns decoded at a time: 16 KB, a third of the first cache
+constexpr int64_t CHUNK = 128;                // columns decoded at a time: 16 KB, a third of the first cache
 
 // Tile registers: sums 0 … 3 (band half · 2 + vector half), weights 4 and 5, vectors 6 and 7.
 struct alignas(64) TileConfig {
