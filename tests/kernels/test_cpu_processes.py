@@ -49,12 +49,16 @@ for _ in range(200):
     [t.join() for t in threads]
     assert len(found) == 4 and all(torch.equal(found[0], y) for y in found) and found[0].isfinite().all()
 """
-TOO_MANY = """
+LITTLE_MEMORY = """
 import resource
 from tutel_pack.errors import ResourceError
+def limit(bytes):
+    resource.setrlimit(resource.RLIMIT_AS, (bytes, resource.getrlimit(resource.RLIMIT_AS)[1]))
+"""
+TOO_MANY = """
 native.set_threads(100_000)
 w = weight()
-resource.setrlimit(resource.RLIMIT_AS, (4 << 30, 4 << 30))
+limit(4 << 30)
 try:
     ops.linear(x, w)
 except ResourceError:
@@ -63,9 +67,44 @@ except ResourceError:
 else:
     raise SystemExit("so many threads were made")
 """
+IN_A_JOB = """
+threads, inner = {}, {}
+native.set_threads(threads)
+gate_up, down = encode(torch.randn(1, 2 * inner, 32), FORMATS["mxfp4"]), encode(torch.randn(1, 32, inner), FORMATS["mxfp4"])
+x, ids, weights = torch.randn(200_000, 32), torch.zeros(200_000, 1, dtype=torch.int64), torch.ones(200_000, 1)
+def run(n):
+    return ops.moe(x[:n], ids[:n], weights[:n], gate_up.tensor, down.tensor)
+expected = run(5)
+# What the caller allocates still fits, 25 MB for each of the result, the packed x and the pieces, and the inner values.
+# The products of a member that has rows do not: 100 MB.
+used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+limit(used + (100 << 20) + 200_000 * 4 * inner)
+try:
+    run(200_000)
+except ResourceError:
+    assert torch.equal(run(5), expected)
+else:
+    raise SystemExit("there was enough memory")
+limit(resource.RLIM_INFINITY)
+assert run(200_000).isfinite().all() and torch.equal(run(5), expected)
+"""
 
 
-@pytest.mark.parametrize("script", [FORK, MEET, TOO_MANY], ids=["fork", "threads that meet", "too many threads"])
-def test_in_a_process_of_its_own(script):
+def run(script: str) -> None:
     done = subprocess.run([sys.executable, "-c", SETUP + script], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("script", [FORK, MEET], ids=["fork", "threads that meet"])
+def test_in_a_process_of_its_own(script):
+    run(SETUP + script)
+
+
+def test_with_memory_for_few_threads():
+    run(SETUP + LITTLE_MEMORY + TOO_MANY)
+
+
+@pytest.mark.parametrize("inner", [16, 96])  # one member has rows, and others wait for it; all have some
+@pytest.mark.parametrize("threads", [1, 3])
+def test_with_memory_that_runs_out_in_a_job(threads, inner):
+    run(SETUP + LITTLE_MEMORY + IN_A_JOB.format(threads, inner))
