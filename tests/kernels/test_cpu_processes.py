@@ -70,15 +70,16 @@ else:
 IN_A_JOB = """
 threads, inner = {}, {}
 native.set_threads(threads)
+native.select("portable")  # whose packed vectors are as long as they need be
 gate_up, down = encode(torch.randn(1, 2 * inner, 32), FORMATS["mxfp4"]), encode(torch.randn(1, 32, inner), FORMATS["mxfp4"])
 x, ids, weights = torch.randn(200_000, 32), torch.zeros(200_000, 1, dtype=torch.int64), torch.ones(200_000, 1)
 def run(n):
     return ops.moe(x[:n], ids[:n], weights[:n], gate_up.tensor, down.tensor)
-expected = run(5)
-# What the caller allocates still fits, 25 MB for each of the result, the packed x and the pieces, and the inner values.
-# The products of a member that has rows do not: 100 MB.
+expected = run(5)  # and there is a team now
+# What the caller allocates still fits: 25 MB for each of the result, the packed x and the pieces, and the inner values
+# twice. What a member with rows needs for their products does not: 100 MB.
 used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
-limit(used + (100 << 20) + 200_000 * 4 * inner)
+limit(used + (100 << 20) + 200_000 * 8 * inner)
 try:
     run(200_000)
 except ResourceError:
@@ -86,7 +87,7 @@ except ResourceError:
 else:
     raise SystemExit("there was enough memory")
 limit(resource.RLIM_INFINITY)
-assert run(200_000).isfinite().all() and torch.equal(run(5), expected)
+assert torch.equal(run(5000)[:5], expected)
 """
 
 
@@ -104,7 +105,7 @@ def test_with_memory_for_few_threads():
     run(SETUP + LITTLE_MEMORY + TOO_MANY)
 
 
-@pytest.mark.parametrize("inner", [16, 96])  # one member has rows, and others wait for it; all have some
+@pytest.mark.parametrize("inner", [32, 96])  # a third member has no rows and waits for the others; all have some
 @pytest.mark.parametrize("threads", [1, 3])
 def test_with_memory_that_runs_out_in_a_job(threads, inner):
     run(SETUP + LITTLE_MEMORY + IN_A_JOB.format(threads, inner))
