@@ -101,7 +101,7 @@ using namespace tp;
 
 extern "C" {
 
-int32_t tp_interface() { return 4; }
+int32_t tp_interface() { return 5; }
 
 int32_t tp_select(const char* name) {
   const Available& all = available();
@@ -176,6 +176,14 @@ int32_t tp_attend(const tp_attention* a, const tp_layout* layout, const void* q,
                   void* out) {
   return guarded([&] {
     attention(*a, *layout, q, keys, values, out);
+    return TP_OK;
+  });
+}
+
+int32_t tp_attend_latents(const tp_latents* l, const tp_layout* layout, const void* q, const void* entries,
+                          const void* up, const int64_t* const* picks, int64_t top, void* out) {
+  return guarded([&] {
+    latent_attention(*l, *layout, q, entries, up, {picks, top}, out);
     return TP_OK;
   });
 }

@@ -21,7 +21,6 @@ from tutel_pack.kernels.cpu import native
 from tutel_pack.kernels.ops import Experts, Heads, Layer, Layout, Weight
 from tutel_pack.kernels.torch_backend import (  # noqa: F401  what is not native
     embedding,
-    latent_attention,
     rope,
     rotation,
     swiglu,
@@ -32,12 +31,15 @@ from tutel_pack.spec import ClampedSwiglu, Moe, Swiglu
 _library = native.library()
 _linear, _linears, _moe, _routed = _library.tp_linear, _library.tp_linears, _library.tp_moe, _library.tp_routed
 _rms_norm, _route, _place_heads = _library.tp_rms_norm, _library.tp_route, _library.tp_place_heads
-_attend, _layer_step = _library.tp_attend, _library.tp_layer_step
+_attend, _attend_latents, _layer_step = _library.tp_attend, _library.tp_attend_latents, _library.tp_layer_step
 
 _DTYPES = native.DTYPES
 
 FEW = 8
 """New tokens of a sequence that attention takes one by one."""
+
+WIDEST = 576
+"""Values of a key that attention takes at most, as ATTEND_WIDTH of isa.h: DeepSeek's latents with what heads share."""
 
 _known: dict[int, tuple[weakref.ref, int]] = {}
 """By id of a weight: a reference to it, and where its description is, 0 if there is none."""
@@ -194,7 +196,7 @@ def attention(
     scale: float | None, sinks: Tensor | None,
 ) -> Tensor:  # fmt: skip
     place, heads, dtype = _layout(layout), q.shape[1], _DTYPES.get(q.dtype)
-    if place is None or not _attends(q.dtype, heads, keys) or not (keys.is_contiguous() and values.is_contiguous()):
+    if place is None or not _attends(q.dtype, keys) or not (keys.is_contiguous() and values.is_contiguous()):
         return torch_backend.attention(q, keys, values, layout, window, scale, sinks)
     described = _describe_attention(heads, keys, window, scale, sinks, dtype)
     q, out = q.contiguous(), torch.empty_like(q, memory_format=torch.contiguous_format)
@@ -204,21 +206,41 @@ def attention(
     return out
 
 
-def _attends(dtype: torch.dtype, heads: int, keys: Tensor) -> bool:
-    """Whether there is a kernel for queries of that many heads."""
-    kv_heads, width = keys.shape[2:]
-    return dtype in _DTYPES and keys.dtype == dtype and width % 16 == 0 and width <= 512 and heads <= 128 * kv_heads
+def _attends(dtype: torch.dtype, keys: Tensor) -> bool:
+    """Whether there is a kernel for queries of such keys."""
+    width = keys.shape[-1]
+    return dtype in _DTYPES and keys.dtype == dtype and width % 16 == 0 and width <= WIDEST
 
 
 def _describe_attention(heads: int, keys: Tensor, window, scale, sinks: Tensor | None, dtype: int) -> native.Attention:
     _, block_size, kv_heads, width = keys.shape
     sinks = None if sinks is None else sinks.float().contiguous()
     found = native.Attention(
-        heads, kv_heads, width, block_size, window or 0, None if sinks is None else sinks.data_ptr(),
-        width**-0.5 if scale is None else scale, dtype,
+        heads, kv_heads, width, width, block_size, window or 0, None if sinks is None else sinks.data_ptr(),
+        width**-0.5 if scale is None else scale, dtype, dtype,
     )  # fmt: skip
     found.keep = sinks
     return found
+
+
+def latent_attention(
+    q: Tensor, entries: Tensor, up: Tensor, layout: Layout, scale: float, picks: Sequence[Tensor | None] | None
+) -> Tensor:
+    place, (heads, made, rank) = _layout(layout), up.shape
+    shared, tops = entries.shape[-1] - rank, {p.shape[1] for p in picks or () if p is not None}
+    same = q.dtype == up.dtype and entries.is_contiguous() and rank % 16 == 0 and len(tops) <= 1
+    if place is None or not same or not _attends(q.dtype, entries):
+        return torch_backend.latent_attention(q, entries, up, layout, scale, picks)
+    nope = q.shape[2] - shared
+    described = native.Latents(heads, nope, made - nope, rank, shared, entries.shape[1], scale, _DTYPES[q.dtype])
+    q, up, out = q.contiguous(), up.contiguous(), q.new_empty(len(q), heads, made - nope)
+    picked = [None if p is None else p.contiguous() for p in picks or ()]
+    addresses = (ctypes.c_void_p * len(picked))(*(None if p is None else p.data_ptr() for p in picked))
+    _check(_attend_latents(
+        ctypes.addressof(described), place.address, q.data_ptr(), entries.data_ptr(), up.data_ptr(),
+        addresses if tops else None, max(tops, default=0), out.data_ptr(),
+    ))  # fmt: skip
+    return out
 
 
 _layouts: weakref.WeakKeyDictionary[Layout, native.Layout | None] = weakref.WeakKeyDictionary()
@@ -318,7 +340,7 @@ def _describe_layer(
     projections = [*layer.qkv, layer.output]
     places, rows = [_place(w) for w, _ in projections], layer.qkv[0][0].shape[0]
     norms, count = (layer.input_norm, layer.post_norm), rows // keys.shape[3]
-    if not _attends(x.dtype, count, keys) or not all(places) or any(n.dtype not in _DTYPES for n in norms):
+    if not _attends(x.dtype, keys) or not all(places) or any(n.dtype not in _DTYPES for n in norms):
         return None
     heads = _describe_heads(x.new_empty(1, rows), keys, rotation, layer.heads)
     experts = _describe_experts(layer.experts)

@@ -21,7 +21,7 @@ from tutel_pack.spec import Moe
 LIBRARY = Path(os.environ.get("TUTEL_PACK_CPU_LIBRARY") or Path(__file__).resolve().parent / "libtutel_pack_cpu.so")
 """What the package's build makes where there is a compiler."""
 
-_INTERFACE = 4
+_INTERFACE = 5
 
 _BYTES, _P, _I32, _I64, _F32 = ctypes.c_char_p, ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_float
 _FUNCTIONS = {
@@ -38,6 +38,7 @@ _FUNCTIONS = {
     "tp_route": (_I32, (_P, _P, _I64, _P, _P)),
     "tp_place_heads": (_I32, (_P, _I64, _P, _P, _P, _P, _P, _P, _P, _P, _P)),
     "tp_attend": (_I32, (_P, _P, _P, _P, _P, _P)),
+    "tp_attend_latents": (_I32, (_P, _P, _P, _P, _P, _P, _I64, _P)),
     "tp_routed": (_I32, (_P, _P, _I64, _I32, _P)),
     "tp_layer_step": (_I32, (_P, _P, _P, _I64, _P, _P, _P, _P, _P)),
     "tp_read": (ctypes.c_uint64, (_P, _I64)),
@@ -193,7 +194,16 @@ class Attention(ctypes.Structure):
     """tp_attention of attention.h."""
 
     _fields_ = [
-        ("heads", _I64), ("kv_heads", _I64), ("width", _I64), ("block_size", _I64), ("window", _I64), ("sinks", _P),
+        ("heads", _I64), ("kv_heads", _I64), ("width", _I64), ("value_width", _I64), ("block_size", _I64),
+        ("window", _I64), ("sinks", _P), ("scale", _F32), ("dtype", _I32), ("cached", _I32),
+    ]  # fmt: skip
+
+
+class Latents(ctypes.Structure):
+    """tp_latents of latents.h."""
+
+    _fields_ = [
+        ("heads", _I64), ("nope", _I64), ("value", _I64), ("rank", _I64), ("shared", _I64), ("block_size", _I64),
         ("scale", _F32), ("dtype", _I32),
     ]  # fmt: skip
 

@@ -29,7 +29,10 @@ void run(Job&& job) {
 }
 
 // Memory of the calling thread, aligned to 64 bytes, whose content lasts until the same slot is asked for again.
-enum Slot { SLOT_SCALES, SLOT_PRODUCTS, SLOT_PLAIN, SLOT_TILE, SLOT_SUMS, SLOT_PACKED, SLOT_INNER, SLOT_PACKED_INNER, SLOT_PIECES, SLOT_COUNT };
+enum Slot {
+  SLOT_SCALES, SLOT_PRODUCTS, SLOT_PLAIN, SLOT_TILE, SLOT_SUMS, SLOT_PACKED, SLOT_INNER, SLOT_PACKED_INNER, SLOT_PIECES,
+  SLOT_PICKED, SLOT_COUNT
+};
 void* scratch(Slot slot, size_t bytes);
 
 }  // namespace tp
