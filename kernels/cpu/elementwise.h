@@ -95,6 +95,9 @@ constexpr int REGISTER = 4;
 #endif
 typedef float Lanes __attribute__((vector_size(4 * REGISTER)));
 
+// Rows, or registers of one, that go with four queries: as many sums as a processor has registers for.
+constexpr int TOGETHER = REGISTER == 16 ? 4 : 2;
+
 inline Lanes lanes(const float* p) {
   Lanes v;
   std::memcpy(&v, p, sizeof v);
@@ -129,7 +132,6 @@ void scores_of_rows(const float* q, int64_t apart, int64_t width, const float* r
 
 template <int Q>
 void row_scores(const float* q, int64_t apart, int64_t width, const float* rows, int64_t n, float* scores) {
-  constexpr int TOGETHER = REGISTER == 16 ? 4 : 2;  // as many sums as fit into registers
   int64_t i = 0;
   for (; i + TOGETHER <= n; i += TOGETHER) scores_of_rows<Q, TOGETHER>(q, apart, width, rows, i, scores);
   for (; i < n; i++) scores_of_rows<Q, 1>(q, apart, width, rows, i, scores);
@@ -141,18 +143,32 @@ void all_scores(const float* q, int64_t apart, int64_t queries, int64_t width, c
   for (; j < queries; j++) row_scores<1>(q + j * apart, apart, width, rows, n, scores + j * ATTEND);
 }
 
-// results[j] += Σ scores[j][i] · rows[i] of Q queries, whose results lie `apart`. Of rows, `width` values lie `row` apart.
+// results[j] += Σ scores[j][i] · rows[i] of Q queries, whose results lie `apart`, and of D registers of rows that lie `row`
+// values apart.
+template <int Q, int D>
+void add_columns(const float* scores, const float* rows, int64_t row, int64_t n, float* results, int64_t apart) {
+  Lanes sums[Q][D];
+  for (int j = 0; j < Q; j++) {
+    for (int d = 0; d < D; d++) sums[j][d] = lanes(results + j * apart + d * REGISTER);
+  }
+  for (int64_t i = 0; i < n; i++) {
+    Lanes values[D];
+    for (int d = 0; d < D; d++) values[d] = lanes(rows + i * row + d * REGISTER);
+    for (int j = 0; j < Q; j++) {
+      for (int d = 0; d < D; d++) sums[j][d] += values[d] * scores[j * ATTEND + i];
+    }
+  }
+  for (int j = 0; j < Q; j++) std::memcpy(results + j * apart, sums[j], sizeof sums[j]);
+}
+
+// The same of all `width` values of rows.
 template <int Q>
 void add_rows(const float* scores, int64_t width, const float* rows, int64_t row, int64_t n, float* results, int64_t apart) {
-  for (int64_t d = 0; d < width; d += REGISTER) {
-    Lanes sums[Q];
-    for (int j = 0; j < Q; j++) sums[j] = lanes(results + j * apart + d);
-    for (int64_t i = 0; i < n; i++) {
-      const Lanes values = lanes(rows + i * row + d);
-      for (int j = 0; j < Q; j++) sums[j] += values * scores[j * ATTEND + i];
-    }
-    for (int j = 0; j < Q; j++) std::memcpy(results + j * apart + d, &sums[j], sizeof(Lanes));
+  int64_t d = 0;
+  for (; d + TOGETHER * REGISTER <= width; d += TOGETHER * REGISTER) {
+    add_columns<Q, TOGETHER>(scores, rows + d, row, n, results + d, apart);
   }
+  for (; d < width; d += REGISTER) add_columns<Q, 1>(scores, rows + d, row, n, results + d, apart);
 }
 
 void add_all_rows(const float* scores, int64_t queries, int64_t width, const float* rows, int64_t row, int64_t n,
