@@ -30,7 +30,7 @@ BACKENDS = {
 }
 """Name -> module, imported when chosen."""
 
-FUSED = ("linears", "attend", "routed", "layer")
+FUSED = ("linears", "attend", "dense", "routed", "layer")
 """Several operations in one call, which a backend need not have."""
 
 _log = logging.getLogger(__name__)
@@ -96,10 +96,20 @@ class Heads:
 
 
 @dataclass(frozen=True, eq=False)
+class Dense:
+    """A gated MLP that every token passes: weights and biases, see Ops.linear."""
+
+    gate: tuple[Weight, Tensor | None]
+    up: tuple[Weight, Tensor | None]
+    down: tuple[Weight, Tensor | None]
+    activation: Swiglu | ClampedSwiglu = Swiglu()
+
+
+@dataclass(frozen=True, eq=False)
 class Experts:
     """The experts of a layer and their router: see Ops.linear, route and moe.
 
-    router: [E, H], of plain floats.
+    router: [E, H], of plain floats.  shared: the experts that every token passes; shared_gate: [1, H], of plain floats.
     """
 
     spec: Moe
@@ -110,11 +120,14 @@ class Experts:
     correction: Tensor | None = None
     gate_up_bias: Tensor | None = None
     down_bias: Tensor | None = None
+    shared: Dense | None = None
+    shared_gate: Weight | None = None
 
 
 @dataclass(frozen=True, eq=False)
 class Layer:
-    """A layer of grouped-query attention and routed experts without more: x + attention(norm(x)), then x + experts(norm(x)).
+    """A layer of grouped-query attention and a feed-forward block without more: x + attention(norm(x)), then
+    x + mlp(norm(x)).
 
     input_norm, post_norm: [H] of RMSNorm with `eps`.  qkv, output: weights and biases, see Ops.linear.
     """
@@ -125,7 +138,7 @@ class Layer:
     qkv: Sequence[tuple[Weight, Tensor | None]]
     output: tuple[Weight, Tensor | None]
     heads: Heads
-    experts: Experts
+    mlp: Experts | Dense
 
 
 def get_ops(backend: str = "auto", device: torch.device | str = "cpu") -> Ops:
@@ -336,8 +349,18 @@ class Ops:
         _check(down_bias is None or down_bias.shape == (experts, h), "moe", down, down_bias)
         return self._backend.moe(x, ids, weights, gate_up, down, activation, gate_up_bias, down_bias) if x.numel() else x
 
+    def dense(self, x: Tensor, dense: Dense) -> Tensor:
+        """down · activation(gate · x, up · x), each with its bias, of x [T, H] -> [T, H]."""
+        if self._fused["dense"] and x.numel():
+            done = self._fused["dense"](x, dense)
+            if done is not None:
+                return done
+        gate, up = self.linears(x, (dense.gate, dense.up))
+        return self.linear(self.swiglu(gate, up, dense.activation), *dense.down)
+
     def routed(self, x: Tensor, experts: Experts) -> Tensor:
-        """x [T, H], each token through the experts that the router picks for it -> [T, H].
+        """x [T, H], each token through the experts that the router picks for it -> [T, H]; added to that is what the
+        shared ones make of it, times sigmoid(shared_gate · x) if there is one.
 
         Logits are of x in float32: a rounded one picks another expert, and that is no small error.
         """
@@ -347,7 +370,12 @@ class Ops:
                 return done
         e = experts
         ids, weights = self.route(self.linear(x.float(), e.router, e.router_bias), e.spec, e.correction)
-        return self.moe(x, ids, weights, e.gate_up, e.down, e.spec.activation, e.gate_up_bias, e.down_bias)
+        routed = self.moe(x, ids, weights, e.gate_up, e.down, e.spec.activation, e.gate_up_bias, e.down_bias)
+        return routed if e.shared is None else routed + self._shared(x, e)
+
+    def _shared(self, x: Tensor, experts: Experts) -> Tensor:
+        shared, gate = self.dense(x, experts.shared), experts.shared_gate
+        return shared if gate is None else shared * torch.sigmoid(self.linear(x, gate))
 
     def layer(
         self, x: Tensor, layer: Layer, keys: Tensor, values: Tensor, layout: Layout, rotation: tuple[Tensor, Tensor] | None

@@ -91,10 +91,10 @@ class _DecoderLayer:
 
     def _as_one(self) -> Layer | None:
         """All of it for `Ops.layer`, None for one that has more to it."""
-        a, m = self._attention, self._mlp
-        if not (isinstance(a, GroupedQueryAttention) and isinstance(m, MoeBlock) and a.plain and m.plain):
+        a = self._attention
+        if not isinstance(a, GroupedQueryAttention) or not a.plain:
             return None
-        return Layer(self._input_norm, self._post_norm, self._eps, a.qkv, a.output, a.heads, m.experts)
+        return Layer(self._input_norm, self._post_norm, self._eps, a.qkv, a.output, a.heads, self._mlp.mlp)
 
     def __call__(
         self, x: Tensor, cache: PagedCache, layout: Layout, rotations: dict[Rope, tuple[Tensor, Tensor]]

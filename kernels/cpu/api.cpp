@@ -188,6 +188,13 @@ int32_t tp_attend_latents(const tp_latents* l, const tp_layout* layout, const vo
   });
 }
 
+int32_t tp_dense_step(const tp_dense* d, const void* x, int64_t tokens, int32_t dtype, void* out) {
+  return guarded([&] {
+    dense(*d, x, tokens, dtype, out);
+    return TP_OK;
+  });
+}
+
 int32_t tp_routed(const tp_experts* experts, const void* x, int64_t tokens, int32_t dtype, void* out) {
   return guarded([&] { return routed(*experts, x, tokens, dtype, out) ? TP_OK : TP_NO_SUCH_EXPERT; });
 }

@@ -53,7 +53,8 @@ int32_t tp_attend(const tp_attention* attention, const tp_layout* layout, const 
 int32_t tp_attend_latents(const tp_latents* latents, const tp_layout* layout, const void* q, const void* entries,
                           const void* up, const int64_t* const* picks, int64_t top, void* out);
 
-// See Ops.routed and Ops.layer.
+// See Ops.dense, Ops.routed and Ops.layer.
+int32_t tp_dense_step(const tp_dense* dense, const void* x, int64_t tokens, int32_t dtype, void* out);
 int32_t tp_routed(const tp_experts* experts, const void* x, int64_t tokens, int32_t dtype, void* out);
 int32_t tp_layer_step(const tp_layer* layer, const tp_layout* layout, void* x, int64_t tokens, const float* cosines,
                       const float* sines, const int64_t* slots, void* keys, void* values);

@@ -24,9 +24,9 @@ struct Item {
 
 class Attention {
  public:
-  Attention(const tp_attention& a, const tp_layout& layout, const void* q, const void* keys, const void* values, void* out,
-            Picks picks)
-      : a_(a), q_(q), keys_(keys), values_(values), out_(out), queries_(a.heads / a.kv_heads), result_(a.value_width + 2) {
+  Attention(const tp_attention& a, const tp_layout& layout, const void* q, const void* keys, const void* values,
+            void* out, Picks picks)
+      : a_(a), q_(q), keys_(keys), values_(values), out_(out) {
     for (int64_t s = 0; s < layout.sequences; s++) {
       const int64_t count = layout.starts[s + 1] - layout.starts[s], past = layout.lengths[s] - count;
       const int64_t* picked = picks.of ? picks.of[s] : nullptr;
@@ -116,7 +116,8 @@ class Attention {
         if (item.picks[i] > item.position) continue;
         std::memcpy(rows + count++ * bytes, at(keys_, a_.cached, offset(item, item.picks[i])), bytes);
       }
-      if (count) isa().attend.positions(q, item.queries, a_.width, {rows, a_.width, a_.cached, count}, rows, a_.value_width, results);
+      const Rows keys{rows, a_.width, a_.cached, count};
+      if (count) isa().attend.positions(q, item.queries, a_.width, keys, rows, a_.value_width, results);
     }
   }
 
@@ -143,7 +144,7 @@ class Attention {
   const tp_attention& a_;
   const void *q_, *keys_, *values_;
   void* out_;
-  const int64_t queries_, result_;
+  const int64_t queries_ = a_.heads / a_.kv_heads, result_ = a_.value_width + 2;
   const int64_t most_ = std::min(queries_, ATTEND_QUERIES);  // heads to an item
   std::vector<Item> items_;
   std::vector<float> partial_;

@@ -18,7 +18,7 @@ from torch import Tensor
 from tutel_pack.errors import ResourceError
 from tutel_pack.kernels import torch_backend
 from tutel_pack.kernels.cpu import native
-from tutel_pack.kernels.ops import Experts, Heads, Layer, Layout, Weight
+from tutel_pack.kernels.ops import Dense, Experts, Heads, Layer, Layout, Weight
 from tutel_pack.kernels.torch_backend import (  # noqa: F401  what is not native
     embedding,
     rope,
@@ -29,7 +29,8 @@ from tutel_pack.kernels.torch_backend import (  # noqa: F401  what is not native
 from tutel_pack.spec import ClampedSwiglu, Moe, Swiglu
 
 _library = native.library()
-_linear, _linears, _moe, _routed = _library.tp_linear, _library.tp_linears, _library.tp_moe, _library.tp_routed
+_linear, _linears, _moe = _library.tp_linear, _library.tp_linears, _library.tp_moe
+_dense, _routed = _library.tp_dense_step, _library.tp_routed
 _rms_norm, _route, _place_heads = _library.tp_rms_norm, _library.tp_route, _library.tp_place_heads
 _attend, _attend_latents, _layer_step = _library.tp_attend, _library.tp_attend_latents, _library.tp_layer_step
 
@@ -83,6 +84,10 @@ def _clamp(activation: Swiglu | ClampedSwiglu) -> tuple[float, float, float]:
     """(limit, alpha, shift) as the library takes them; no limit is none of them."""
     clamped = isinstance(activation, ClampedSwiglu)
     return (activation.limit, activation.alpha, activation.shift) if clamped else (0.0, 0.0, 0.0)
+
+
+def _address(structure: ctypes.Structure | None) -> int | None:
+    return None if structure is None else ctypes.addressof(structure)
 
 
 def _check(status: int) -> None:
@@ -157,7 +162,8 @@ def route(logits: Tensor, spec: Moe, correction: Tensor | None) -> tuple[Tensor,
     return ids, weights
 
 
-_layers: weakref.WeakKeyDictionary[Heads | Experts | Layer, ctypes.Structure | None] = weakref.WeakKeyDictionary()
+_layers: weakref.WeakKeyDictionary[Heads | Dense | Experts | Layer, ctypes.Structure | None]
+_layers = weakref.WeakKeyDictionary()
 """What is the same for all tokens of a layer, described once."""
 
 
@@ -288,6 +294,28 @@ def _made_for(q: Tensor, keys: Tensor, rotation: tuple[Tensor, Tensor] | None) -
     return q.dtype, q.shape[1], keys.shape[1:], rotation[0].shape[1] if rotation else 0
 
 
+def dense(x: Tensor, dense: Dense) -> Tensor | None:
+    if dense not in _layers:
+        _layers[dense] = _describe_dense(dense)
+    place, dtype = _layers[dense], _DTYPES.get(x.dtype)
+    if place is None or dtype is None:
+        return None
+    x, out = x.contiguous(), torch.empty_like(x, memory_format=torch.contiguous_format)
+    _check(_dense(ctypes.addressof(place), x.data_ptr(), x.shape[0], dtype, out.data_ptr()))
+    return out
+
+
+def _describe_dense(d: Dense) -> native.Dense | None:
+    parts = d.gate, d.up, d.down
+    places, biases = [_place(w) for w, _ in parts], [_bias(bias) for _, bias in parts]
+    if not all(places):
+        return None
+    vectors = (native.Vector * 3)(*(native.Vector(address, dtype) for address, dtype, _ in biases))
+    found = native.Dense((ctypes.c_void_p * 3)(*places), vectors, *_clamp(d.activation))
+    found.keep = biases
+    return found
+
+
 def routed(x: Tensor, experts: Experts) -> Tensor | None:
     if experts not in _layers:
         _layers[experts] = _describe_experts(experts)
@@ -301,13 +329,17 @@ def routed(x: Tensor, experts: Experts) -> Tensor | None:
 
 def _describe_experts(e: Experts) -> native.Experts | None:
     places = [_place(w) for w in (e.router, e.gate_up, e.down)]
-    if not all(places):
+    shared = None if e.shared is None else _describe_dense(e.shared)
+    gate = None if e.shared_gate is None else _place(e.shared_gate)
+    if not all(places) or (e.shared is not None and shared is None) or gate == 0:
         return None
     router = native.describe_router(e.spec, e.correction)
     biases = [_bias(bias) for bias in (e.router_bias, e.gate_up_bias, e.down_bias)]
     vectors = [native.Vector(address, dtype) for address, dtype, _ in biases]
-    found = native.Experts(*places, ctypes.addressof(router), *vectors, *_clamp(e.spec.activation))
-    found.keep = router, biases
+    found = native.Experts(
+        *places, ctypes.addressof(router), *vectors, *_clamp(e.spec.activation), _address(shared), gate
+    )
+    found.keep = router, biases, shared
     return found
 
 
@@ -343,8 +375,9 @@ def _describe_layer(
     if not _attends(x.dtype, keys) or not all(places) or any(n.dtype not in _DTYPES for n in norms):
         return None
     heads = _describe_heads(x.new_empty(1, rows), keys, rotation, layer.heads)
-    experts = _describe_experts(layer.experts)
-    if heads is None or experts is None:
+    experts = _describe_experts(layer.mlp) if isinstance(layer.mlp, Experts) else None
+    dense = _describe_dense(layer.mlp) if isinstance(layer.mlp, Dense) else None
+    if heads is None or (experts is None and dense is None):
         return None
     h = layer.heads
     attended = _describe_attention(count, keys, h.window, h.scale, h.sinks, _DTYPES[x.dtype])
@@ -353,8 +386,8 @@ def _describe_layer(
     found = native.Layer(
         *(native.Vector(address, kind) for address, kind, _ in norm_vectors), (ctypes.c_void_p * 4)(*places),
         (native.Vector * 4)(*(native.Vector(address, kind) for address, kind, _ in biases)),
-        ctypes.addressof(heads), ctypes.addressof(attended), ctypes.addressof(experts), layer.eps,
+        ctypes.addressof(heads), ctypes.addressof(attended), _address(experts), _address(dense), layer.eps,
     )  # fmt: skip
-    found.keep = heads, attended, experts, vectors
+    found.keep = heads, attended, experts, dense, vectors
     found.address, found.made_for = ctypes.addressof(found), (x.dtype, keys.dtype, keys.shape[1:], heads.rotated // 2)
     return found

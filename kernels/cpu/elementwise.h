@@ -137,14 +137,15 @@ void row_scores(const float* q, int64_t apart, int64_t width, const float* rows,
   for (; i < n; i++) scores_of_rows<Q, 1>(q, apart, width, rows, i, scores);
 }
 
-void all_scores(const float* q, int64_t apart, int64_t queries, int64_t width, const float* rows, int64_t n, float* scores) {
+void all_scores(const float* q, int64_t apart, int64_t queries, int64_t width, const float* rows, int64_t n,
+                float* scores) {
   int64_t j = 0;
   for (; j + 4 <= queries; j += 4) row_scores<4>(q + j * apart, apart, width, rows, n, scores + j * ATTEND);
   for (; j < queries; j++) row_scores<1>(q + j * apart, apart, width, rows, n, scores + j * ATTEND);
 }
 
-// results[j] += Σ scores[j][i] · rows[i] of Q queries, whose results lie `apart`, and of D registers of rows that lie `row`
-// values apart.
+// results[j] += Σ scores[j][i] · rows[i] of Q queries, whose results lie `apart`, and of D registers of rows, which lie
+// `row` values apart.
 template <int Q, int D>
 void add_columns(const float* scores, const float* rows, int64_t row, int64_t n, float* results, int64_t apart) {
   Lanes sums[Q][D];
@@ -163,7 +164,8 @@ void add_columns(const float* scores, const float* rows, int64_t row, int64_t n,
 
 // The same of all `width` values of rows.
 template <int Q>
-void add_rows(const float* scores, int64_t width, const float* rows, int64_t row, int64_t n, float* results, int64_t apart) {
+void add_rows(const float* scores, int64_t width, const float* rows, int64_t row, int64_t n, float* results,
+              int64_t apart) {
   int64_t d = 0;
   for (; d + TOGETHER * REGISTER <= width; d += TOGETHER * REGISTER) {
     add_columns<Q, TOGETHER>(scores, rows + d, row, n, results + d, apart);
@@ -203,10 +205,12 @@ inline void plain_rows(const Rows& rows, int64_t width, const void* next, float*
   }
 }
 
-inline const void* behind(const Rows& rows) { return static_cast<const char*>(rows.data) + rows.n * bytes_apart(rows); }
+inline const void* behind(const Rows& rows) {
+  return static_cast<const char*>(rows.data) + rows.n * bytes_apart(rows);
+}
 
-void attend_positions(const float* q, int64_t queries, int64_t width, Rows keys, const void* values, int64_t value_width,
-                      float* results) {
+void attend_positions(const float* q, int64_t queries, int64_t width, Rows keys, const void* values,
+                      int64_t value_width, float* results) {
   alignas(64) float rows[ATTEND * ATTEND_WIDTH], scores[ATTEND_QUERIES * ATTEND];
   const int64_t result = value_width + 2;
   const bool same = values == keys.data;

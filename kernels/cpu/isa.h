@@ -28,8 +28,7 @@ struct Tiles {
 
 constexpr int64_t ATTEND = 32, ATTEND_WIDTH = 576, ATTEND_QUERIES = 32;  // rows, values and queries at most
 
-// Work on rows that lie `stride` items apart: n ≤ ATTEND rows of up to ATTEND_WIDTH values, a multiple of 16, with up to
-// ATTEND_QUERIES vectors.
+// n ≤ ATTEND rows that lie `stride` items apart.
 struct Rows {
   const void* data;
   int64_t stride;
@@ -37,10 +36,11 @@ struct Rows {
   int64_t n;
 };
 
+// Work on rows of up to ATTEND_WIDTH values, a multiple of 16, with up to ATTEND_QUERIES vectors.
 struct Attend {
   // Adds positions of one head of keys and values to what `queries` of `width` values have so far: results
-  // [queries, 2 + value_width] are the largest logit, the sum of weights, and the weighted values. Values that are where
-  // the keys are, are their first value_width.
+  // [queries, 2 + value_width] are the largest logit, the sum of weights, and the weighted values. `values` may be the
+  // keys: then they are the first value_width of these.
   void (*positions)(const float* q, int64_t queries, int64_t width, Rows keys, const void* values, int64_t value_width,
                     float* results);
 

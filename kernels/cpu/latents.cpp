@@ -21,7 +21,9 @@ void for_rows(const tp_latents& l, const void* up, int64_t tokens, int64_t first
       for (int64_t row = first; row < last; row += ATTEND) {
         const int64_t place = head * (l.nope + l.value) + row;
         const Rows rows{at(up, l.dtype, place * l.rank), l.rank, l.dtype, std::min(ATTEND, last - row)};
-        for (int64_t t = 0; t < tokens; t += ATTEND_QUERIES) work(rows, row, head, t, std::min(ATTEND_QUERIES, tokens - t));
+        for (int64_t t = 0; t < tokens; t += ATTEND_QUERIES) {
+          work(rows, row, head, t, std::min(ATTEND_QUERIES, tokens - t));
+        }
       }
     }
   });
@@ -47,7 +49,8 @@ void absorb(const tp_latents& l, const void* q, const void* up, int64_t tokens, 
 
 // What was attended to, float32 [tokens, heads, rank], times the value's part of `up`.
 void expand(const tp_latents& l, const float* latents, const void* up, int64_t tokens, void* out) {
-  for_rows(l, up, tokens, l.nope, l.nope + l.value, [&](const Rows& rows, int64_t row, int64_t head, int64_t t, int64_t count) {
+  const int64_t last = l.nope + l.value;
+  for_rows(l, up, tokens, l.nope, last, [&](const Rows& rows, int64_t row, int64_t head, int64_t t, int64_t count) {
     float products[ATTEND_QUERIES * ATTEND];
     isa().attend.products(rows, l.rank, latents + (t * l.heads + head) * l.rank, l.heads * l.rank, count, products);
     for (int64_t i = 0; i < count; i++) {

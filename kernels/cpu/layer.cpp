@@ -1,6 +1,6 @@
 #include "layer.h"
 
-#include <algorithm>
+#include <cmath>
 #include <vector>
 
 #include "moe.h"
@@ -9,30 +9,41 @@
 namespace tp {
 namespace {
 
-// total = total + x, rounded once; n values of dtype.
-void add(void* total, const void* x, int64_t n, int32_t dtype) {
-  constexpr int64_t STEP = 1024;
-  float a[STEP], b[STEP];
-  for (int64_t i = 0; i < n; i += STEP) {
-    const int64_t count = std::min(STEP, n - i);
-    isa().load(at(total, dtype, i), dtype, a, count);
-    isa().load(at(x, dtype, i), dtype, b, count);
-    isa().add_scaled(a, b, 1.0f, count);
-    isa().store(a, dtype, at(total, dtype, i), count);
-  }
+// The shared experts' part of `total` [tokens, h]. exact: x in float32, in which a gate is computed as a router is.
+void add_shared(const tp_experts& e, const void* x, const float* exact, int64_t tokens, int32_t dtype, void* total) {
+  const int64_t h = e.down->n;
+  std::vector<char> part(tokens * h * item_bytes(dtype));
+  std::vector<float> gates(e.shared_gate ? tokens : 0);
+  dense(*e.shared, x, tokens, dtype, part.data());
+  if (e.shared_gate) linear(*e.shared_gate, exact, tokens, TP_FLOAT, {}, gates.data());
+  for (float& gate : gates) gate = 1.0f / (1.0f + std::exp(-gate));
+  add(total, part.data(), tokens, h, dtype, e.shared_gate ? gates.data() : nullptr);
 }
 
 }  // namespace
 
+void dense(const tp_dense& d, const void* x, int64_t tokens, int32_t dtype, void* out) {
+  const int64_t n = d.weights[2]->k;
+  std::vector<char> room(2 * tokens * n * item_bytes(dtype));
+  void *gate = room.data(), *up = at(gate, dtype, tokens * n);
+  linear(*d.weights[0], x, tokens, dtype, d.biases[0], gate);
+  linear(*d.weights[1], x, tokens, dtype, d.biases[1], up);
+  swiglu(gate, up, tokens, n, dtype, {d.limit, d.alpha, d.shift});
+  linear(*d.weights[2], gate, tokens, dtype, d.biases[2], out);
+}
+
 bool routed(const tp_experts& e, const void* x, int64_t tokens, int32_t dtype, void* out) {
   const int64_t h = e.down->n, experts = e.router->experts, chosen = e.router->chosen;
-  std::vector<float> exact(dtype == TP_FLOAT ? 0 : tokens * h), logits(tokens * experts), weights(tokens * chosen);
+  std::vector<float> wide(dtype == TP_FLOAT ? 0 : tokens * h), logits(tokens * experts), weights(tokens * chosen);
   std::vector<int64_t> ids(tokens * chosen);
-  if (dtype != TP_FLOAT) isa().load(x, dtype, exact.data(), tokens * h);
-  linear(*e.router_weight, dtype == TP_FLOAT ? x : exact.data(), tokens, TP_FLOAT, e.router_bias, logits.data());
+  if (dtype != TP_FLOAT) isa().load(x, dtype, wide.data(), tokens * h);
+  const float* exact = dtype == TP_FLOAT ? static_cast<const float*>(x) : wide.data();
+  linear(*e.router_weight, exact, tokens, TP_FLOAT, e.router_bias, logits.data());
   route(logits.data(), tokens, *e.router, ids.data(), weights.data());
   Moe moe(*e.gate_up, *e.down, {e.limit, e.alpha, e.shift}, e.gate_up_bias, e.down_bias);
-  return moe.run(x, ids.data(), weights.data(), tokens, chosen, dtype, out);
+  if (!moe.run(x, ids.data(), weights.data(), tokens, chosen, dtype, out)) return false;
+  if (e.shared) add_shared(e, x, exact, tokens, dtype, out);
+  return true;
 }
 
 bool layer(const tp_layer& l, const tp_layout& layout, void* x, int64_t tokens, const float* cosines, const float* sines,
@@ -50,11 +61,12 @@ bool layer(const tp_layer& l, const tp_layout& layout, void* x, int64_t tokens, 
   place_heads(heads, tokens, q, k, v, cosines, sines, slots, turned, keys, values);
   attention(*l.attention, layout, turned, keys, values, q);
   linear(*l.weights[3], q, tokens, dtype, l.biases[3], y);
-  add(x, y, tokens * h, dtype);
+  add(x, y, tokens, h, dtype);
 
   rms_norm(x, tokens, h, dtype, l.post_norm, l.eps, y);
-  if (!routed(*l.experts, y, tokens, dtype, z)) return false;
-  add(x, z, tokens * h, dtype);
+  if (l.dense) dense(*l.dense, y, tokens, dtype, z);
+  else if (!routed(*l.experts, y, tokens, dtype, z)) return false;
+  add(x, z, tokens, h, dtype);
   return true;
 }
 

@@ -39,6 +39,7 @@ _FUNCTIONS = {
     "tp_place_heads": (_I32, (_P, _I64, _P, _P, _P, _P, _P, _P, _P, _P, _P)),
     "tp_attend": (_I32, (_P, _P, _P, _P, _P, _P)),
     "tp_attend_latents": (_I32, (_P, _P, _P, _P, _P, _P, _I64, _P)),
+    "tp_dense_step": (_I32, (_P, _P, _I64, _I32, _P)),
     "tp_routed": (_I32, (_P, _P, _I64, _I32, _P)),
     "tp_layer_step": (_I32, (_P, _P, _P, _I64, _P, _P, _P, _P, _P)),
     "tp_read": (ctypes.c_uint64, (_P, _I64)),
@@ -214,13 +215,19 @@ class Vector(ctypes.Structure):
     _fields_ = [("data", _P), ("dtype", _I32)]
 
 
+class Dense(ctypes.Structure):
+    """tp_dense of layer.h."""
+
+    _fields_ = [("weights", _P * 3), ("biases", Vector * 3), ("limit", _F32), ("alpha", _F32), ("shift", _F32)]
+
+
 class Experts(ctypes.Structure):
     """tp_experts of layer.h."""
 
     _fields_ = [
         ("router_weight", _P), ("gate_up", _P), ("down", _P), ("router", _P),
         ("router_bias", Vector), ("gate_up_bias", Vector), ("down_bias", Vector),
-        ("limit", _F32), ("alpha", _F32), ("shift", _F32),
+        ("limit", _F32), ("alpha", _F32), ("shift", _F32), ("shared", _P), ("shared_gate", _P),
     ]  # fmt: skip
 
 
@@ -229,7 +236,7 @@ class Layer(ctypes.Structure):
 
     _fields_ = [
         ("input_norm", Vector), ("post_norm", Vector), ("weights", _P * 4), ("biases", Vector * 4),
-        ("heads", _P), ("attention", _P), ("experts", _P), ("eps", _F32),
+        ("heads", _P), ("attention", _P), ("experts", _P), ("dense", _P), ("eps", _F32),
     ]  # fmt: skip
 
 

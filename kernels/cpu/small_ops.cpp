@@ -152,6 +152,26 @@ void rms_norm(const void* x, int64_t rows, int64_t n, int32_t dtype, tp_vector w
   for_each(rows, n, [&](int64_t i) { norm_row(at(x, dtype, i * n), n, dtype, weight, eps, at(out, dtype, i * n)); });
 }
 
+void swiglu(void* gate, const void* up, int64_t rows, int64_t n, int32_t dtype, Activation activation) {
+  for_each(rows, n, [&](int64_t i) {
+    float *g = values_of(n), *u = g + n;
+    isa().load(at(gate, dtype, i * n), dtype, g, n);
+    isa().load(at(up, dtype, i * n), dtype, u, n);
+    isa().activate(g, u, n, activation);
+    isa().store(g, dtype, at(gate, dtype, i * n), n);
+  });
+}
+
+void add(void* total, const void* x, int64_t rows, int64_t n, int32_t dtype, const float* factors) {
+  for_each(rows, n, [&](int64_t i) {
+    float *a = values_of(n), *b = a + n;
+    isa().load(at(total, dtype, i * n), dtype, a, n);
+    isa().load(at(x, dtype, i * n), dtype, b, n);
+    isa().add_scaled(a, b, factors ? factors[i] : 1.0f, n);
+    isa().store(a, dtype, at(total, dtype, i * n), n);
+  });
+}
+
 void route(const float* logits, int64_t tokens, const tp_router& r, int64_t* ids, float* weights) {
   for_each(tokens, r.experts * r.chosen, [&](int64_t t) {
     route_token(logits + t * r.experts, r, ids + t * r.chosen, weights + t * r.chosen);

@@ -32,6 +32,12 @@ namespace tp {
 // out[i] = x[i] / sqrt(mean(x²) + eps) · weight, each of n values.
 void rms_norm(const void* x, int64_t rows, int64_t n, int32_t dtype, tp_vector weight, float eps, void* out);
 
+// gate = activation(gate, up), both [rows, n] of dtype.
+void swiglu(void* gate, const void* up, int64_t rows, int64_t n, int32_t dtype, Activation activation);
+
+// total += factors · x, rounded once; both [rows, n] of dtype, factors [rows] or null for ones.
+void add(void* total, const void* x, int64_t rows, int64_t n, int32_t dtype, const float* factors = nullptr);
+
 // ids and weights [tokens, chosen] of logits [tokens, experts]; the best first.
 void route(const float* logits, int64_t tokens, const tp_router& router, int64_t* ids, float* weights);
 

@@ -84,12 +84,14 @@ class Team {
       arrived_.store(0, std::memory_order_relaxed);
       round_.store(round + 1, std::memory_order_release);
     } else {
-      wait([this, round] { return failed_.load(std::memory_order_acquire) || round_.load(std::memory_order_acquire) != round; });
+      wait([this, round] { return failed() || round_.load(std::memory_order_acquire) != round; });
     }
-    if (failed_.load(std::memory_order_acquire)) throw std::bad_alloc();
+    if (failed()) throw std::bad_alloc();
   }
 
  private:
+  bool failed() const { return failed_.load(std::memory_order_acquire); }
+
   void dismiss() {
     post(nullptr, nullptr);
     for (auto& worker : workers_) worker.join();

@@ -1,5 +1,5 @@
-"""Latent attention over a paged cache in float64, one head of one token after another, in a pool that is NaN wherever no
-token is."""
+"""Latent attention over a paged cache in float64, one head of one token after another; the pool is NaN where no token
+is."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ IN_A_JOB = """
 threads, inner = {}, {}
 native.set_threads(threads)
 native.select("portable")  # whose packed vectors are as long as they need be
-gate_up, down = encode(torch.randn(1, 2 * inner, 32), FORMATS["mxfp4"]), encode(torch.randn(1, 32, inner), FORMATS["mxfp4"])
+gate_up, down = (encode(torch.randn(1, *shape), FORMATS["mxfp4"]) for shape in ((2 * inner, 32), (32, inner)))
 x, ids, weights = torch.randn(200_000, 32), torch.zeros(200_000, 1, dtype=torch.int64), torch.ones(200_000, 1)
 def run(n):
     return ops.moe(x[:n], ids[:n], weights[:n], gate_up.tensor, down.tensor)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from tests.kernels.reference import ON_A_CPU, UNIT, random_packed
 from torch import Tensor
 
 from tutel_pack.kernels.cpu import native
-from tutel_pack.kernels.ops import Experts, Heads, Layer, Layout, Ops
+from tutel_pack.kernels.ops import Dense, Experts, Heads, Layer, Layout, Ops
 from tutel_pack.spec import ClampedSwiglu, Moe, Rope, Router, Swiglu
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -117,6 +119,30 @@ def test_attend_checks_its_arguments(ops):
         case.run(ops)
 
 
+def dense_of(activation: Swiglu | ClampedSwiglu = Swiglu(), biased: bool = False, fmt: str = "fp8") -> Dense:
+    shapes = ((160, 96), (160, 96), (96, 160))
+    parts = (
+        (random_packed(fmt, shape, seed=n), normal(shape[0], dtype=torch.bfloat16, seed=n) if biased else None)
+        for n, shape in enumerate(shapes, 20)
+    )
+    return Dense(*parts, activation)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("tokens", [0, 1, 300])  # of 300, threads share the activations
+@pytest.mark.parametrize("kind", ["plain", "biased and clamped"])
+def test_dense(ops, kind, tokens, dtype):
+    dense = dense_of() if kind == "plain" else dense_of(ClampedSwiglu(0.7, 1.702, 1.0), biased=True)
+    x = normal(tokens, 96, dtype=dtype, seed=9)
+    got, expected = ops.dense(x, dense), alone(ops).dense(x, dense)
+    assert got.dtype == dtype and got.shape == x.shape
+    if tokens:
+        assert_close(got, expected)
+        for changes in ({"gate": dense.up, "up": dense.gate}, {"activation": ClampedSwiglu(0.2)}):
+            with pytest.raises(AssertionError):
+                assert_close(ops.dense(x, Dense(**{**vars(dense), **changes})), expected)
+
+
 def experts_of(router: Router, activation: Swiglu | ClampedSwiglu, biased: bool) -> Experts:
     spec = Moe(12, 3, 160, router, activation=activation, bias=biased)
     return Experts(
@@ -144,7 +170,33 @@ def test_routed(ops, kind, tokens, dtype):
         assert not torch.equal(ops.routed(x, flipped), expected)
 
 
-def layer_of(case: Attention, biased: bool) -> Layer:
+def with_shared(experts: Experts, gated: bool) -> Experts:
+    gate = normal(1, 96, dtype=torch.bfloat16, seed=31) * 0.2 if gated else None
+    return replace(experts, shared=dense_of(), shared_gate=gate)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("tokens", [0, 1, 40])
+@pytest.mark.parametrize("gated", [False, True])
+def test_shared_experts(ops, gated, tokens, dtype):
+    """Against the parts they are described by, and what is none of them."""
+    experts = with_shared(experts_of(Router(), Swiglu(), False), gated)
+    x, single = normal(tokens, 96, dtype=dtype, seed=9), alone(ops)
+    got = ops.routed(x, experts)
+    assert got.dtype == dtype and got.shape == x.shape
+    if tokens:
+        shared = single.dense(x, experts.shared).double()
+        if gated:
+            shared *= torch.sigmoid(x.double() @ experts.shared_gate.double().T)
+        routed = single.routed(x, replace(experts, shared=None, shared_gate=None)).double()
+        assert_close(got, (routed + shared).to(dtype))
+        assert_close(got, single.routed(x, experts))
+        for wrong in (routed, routed + shared.flip(0) if tokens > 1 else routed + 2 * shared):
+            with pytest.raises(AssertionError):
+                assert_close(got, wrong.to(dtype))
+
+
+def layer_of(case: Attention, biased: bool, mlp: str = "experts") -> Layer:
     """Around the heads of a case, whose hidden size is 96."""
     rows = {"q": 128, "k": 64, "v": 64}
     *qkv, output = (
@@ -152,22 +204,27 @@ def layer_of(case: Attention, biased: bool) -> Layer:
         for n, shape in enumerate([*((r, 96) for r in rows.values()), (96, 128)])
     )
     experts = experts_of(Router("softmax_chosen", bias=biased), Swiglu(), biased)
+    shared, gated = with_shared(experts, False), with_shared(experts, True)
+    mlps = {"experts": experts, "shared": shared, "gated": gated, "dense": dense_of()}
     norms = (1 + 0.3 * normal(96, dtype=torch.bfloat16, seed=s) for s in (11, 12))
-    return Layer(*norms, 1e-5, qkv, output, case.heads, experts)
+    return Layer(*norms, 1e-5, qkv, output, case.heads, mlps[mlp])
 
 
 def by_parts(ops: Ops, x: Tensor, layer: Layer, keys: Tensor, values: Tensor, case: Attention) -> Tensor:
     q, k, v = ops.linears(ops.rms_norm(x, layer.input_norm, layer.eps), layer.qkv)
     heads = ops.attend(q, k, v, keys, values, case.layout, case.rotation, layer.heads)
     x = x + ops.linear(heads, *layer.output)
-    return x + ops.routed(ops.rms_norm(x, layer.post_norm, layer.eps), layer.experts)
+    mlp = ops.routed if isinstance(layer.mlp, Experts) else ops.dense
+    return x + mlp(ops.rms_norm(x, layer.post_norm, layer.eps), layer.mlp)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", HEADS)
-def test_layer(ops, name, dtype):
+@pytest.mark.parametrize(
+    "name, mlp", [*((name, "experts") for name in HEADS), ("all", "shared"), ("all", "gated"), ("all", "dense")]
+)
+def test_layer(ops, name, mlp, dtype):
     case = Attention(dtype, **HEADS[name])
-    layer, x = layer_of(case, biased=name == "all"), normal(7, 96, dtype=dtype, seed=13)
+    layer, x = layer_of(case, name == "all", mlp), normal(7, 96, dtype=dtype, seed=13)
     before, pools = x.clone(), [[pool.clone() for pool in case.pools] for _ in range(2)]
     got = ops.layer(x, layer, *pools[0], case.layout, case.rotation)
     assert torch.equal(x, before) and (got is None) == (ops.name == "torch")
