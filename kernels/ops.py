@@ -38,6 +38,9 @@ _log = logging.getLogger(__name__)
 Weight = Tensor | PackedTensor
 """A matrix or a stack of matrices: packed, or plain in any float dtype."""
 
+Projection = tuple[Weight, Tensor | None]
+"""A weight and its bias, see Ops.linear."""
+
 
 @dataclass(frozen=True, eq=False)
 class Layout:
@@ -99,9 +102,9 @@ class Heads:
 class Dense:
     """A gated MLP that every token passes: weights and biases, see Ops.linear."""
 
-    gate: tuple[Weight, Tensor | None]
-    up: tuple[Weight, Tensor | None]
-    down: tuple[Weight, Tensor | None]
+    gate: Projection
+    up: Projection
+    down: Projection
     activation: Swiglu | ClampedSwiglu = Swiglu()
 
 
@@ -125,19 +128,46 @@ class Experts:
 
 
 @dataclass(frozen=True, eq=False)
-class Layer:
-    """A layer of grouped-query attention and a feed-forward block without more: x + attention(norm(x)), then
-    x + mlp(norm(x)).
+class Grouped:
+    """Grouped-query attention without more: what `heads` do (see Ops.attend) with the projections of x."""
 
-    input_norm, post_norm: [H] of RMSNorm with `eps`.  qkv, output: weights and biases, see Ops.linear.
+    qkv: Sequence[Projection]
+    output: Projection
+    heads: Heads
+
+
+@dataclass(frozen=True, eq=False)
+class Latent:
+    """Latent attention to all positions: Ops.latent_attention of what the projections of x make.
+
+    q_down: and an RMSNorm by q_norm behind it come before q_up, if there is one.  kv_down: gives a latent, normed by
+    kv_norm, and the key that heads share.  That key and as many values at the end of every query are turned, see
+    Ops.rope.  eps: of both norms.
+    """
+
+    q_down: Projection | None
+    q_norm: Tensor | None
+    q_up: Projection
+    kv_down: Projection
+    kv_norm: Tensor
+    up: Tensor
+    output: Projection
+    scale: float
+    eps: float
+    interleaved: bool
+
+
+@dataclass(frozen=True, eq=False)
+class Layer:
+    """A layer of attention and a feed-forward block without more: x + attention(norm(x)), then x + mlp(norm(x)).
+
+    input_norm, post_norm: [H] of RMSNorm with `eps`.
     """
 
     input_norm: Tensor
     post_norm: Tensor
     eps: float
-    qkv: Sequence[tuple[Weight, Tensor | None]]
-    output: tuple[Weight, Tensor | None]
-    heads: Heads
+    attention: Grouped | Latent
     mlp: Experts | Dense
 
 
@@ -378,13 +408,17 @@ class Ops:
         return shared if gate is None else shared * torch.sigmoid(self.linear(x, gate))
 
     def layer(
-        self, x: Tensor, layer: Layer, keys: Tensor, values: Tensor, layout: Layout, rotation: tuple[Tensor, Tensor] | None
+        self, x: Tensor, layer: Layer, pools: Sequence[Tensor], layout: Layout, rotation: tuple[Tensor, Tensor] | None
     ) -> Tensor | None:
-        """x [T, H] -> [T, H] by all of a layer's operations at once, with keys, values, layout and rotation as for
-        `attend`; None where the backend leaves them to be done one by one."""
+        """x [T, H] -> [T, H] by all of a layer's operations at once; None where the backend leaves them to be done one
+        by one.
+
+        pools: keys and values as for `attend`, or entries as for `latent_attention`; what is new is stored in them.
+        rotation: None turns nothing.
+        """
         _check(x.ndim == 2 and layer.input_norm.shape == x.shape[1:] and layout.slots.shape == x.shape[:1], "layer", x)
         fused = self._fused["layer"]
-        return fused(x, layer, keys, values, layout, rotation) if fused and x.numel() else None
+        return fused(x, layer, pools, layout, rotation) if fused and x.numel() else None
 
 
 def _check(fits: bool, op: str, *arguments: Weight | None) -> None:

@@ -200,9 +200,10 @@ int32_t tp_routed(const tp_experts* experts, const void* x, int64_t tokens, int3
 }
 
 int32_t tp_layer_step(const tp_layer* l, const tp_layout* layout, void* x, int64_t tokens, const float* cosines,
-                      const float* sines, const int64_t* slots, void* keys, void* values) {
+                      const float* sines, const int64_t* slots, void* pool, void* second_pool) {
   return guarded([&] {
-    return layer(*l, *layout, x, tokens, cosines, sines, slots, keys, values) ? TP_OK : TP_NO_SUCH_EXPERT;
+    const Step step{*layout, tokens, cosines, sines, slots, {pool, second_pool}};
+    return layer(*l, step, x) ? TP_OK : TP_NO_SUCH_EXPERT;
   });
 }
 

@@ -57,7 +57,7 @@ int32_t tp_attend_latents(const tp_latents* latents, const tp_layout* layout, co
 int32_t tp_dense_step(const tp_dense* dense, const void* x, int64_t tokens, int32_t dtype, void* out);
 int32_t tp_routed(const tp_experts* experts, const void* x, int64_t tokens, int32_t dtype, void* out);
 int32_t tp_layer_step(const tp_layer* layer, const tp_layout* layout, void* x, int64_t tokens, const float* cosines,
-                      const float* sines, const int64_t* slots, void* keys, void* values);
+                      const float* sines, const int64_t* slots, void* pool, void* second_pool);
 
 // Reads memory and does nothing else: the limit that products are measured against. Returns a sum of it.
 uint64_t tp_read(const void* data, int64_t bytes);

@@ -18,7 +18,7 @@ from torch import Tensor
 from tutel_pack.errors import ResourceError
 from tutel_pack.kernels import torch_backend
 from tutel_pack.kernels.cpu import native
-from tutel_pack.kernels.ops import Dense, Experts, Heads, Layer, Layout, Weight
+from tutel_pack.kernels.ops import Dense, Experts, Grouped, Heads, Latent, Layer, Layout, Projection, Weight
 from tutel_pack.kernels.torch_backend import (  # noqa: F401  what is not native
     embedding,
     rope,
@@ -306,13 +306,30 @@ def dense(x: Tensor, dense: Dense) -> Tensor | None:
 
 
 def _describe_dense(d: Dense) -> native.Dense | None:
-    parts = d.gate, d.up, d.down
-    places, biases = [_place(w) for w, _ in parts], [_bias(bias) for _, bias in parts]
-    if not all(places):
+    described = _describe_projections([d.gate, d.up, d.down])
+    if described is None:
         return None
-    vectors = (native.Vector * 3)(*(native.Vector(address, dtype) for address, dtype, _ in biases))
-    found = native.Dense((ctypes.c_void_p * 3)(*places), vectors, *_clamp(d.activation))
+    weights, biases = described
+    found = native.Dense(weights, biases, *_clamp(d.activation))
     found.keep = biases
+    return found
+
+
+def _describe_projections(parts: Sequence[Projection | None]) -> tuple[ctypes.Array, ctypes.Array] | None:
+    """(weights, biases); None where one has no kernel. A projection that is not there is null."""
+    places = [part and _place(part[0]) for part in parts]
+    if 0 in places:
+        return None
+    vectors = [_vector(part and part[1]) for part in parts]
+    biases = (native.Vector * len(parts))(*vectors)
+    biases.keep = vectors
+    return (ctypes.c_void_p * len(parts))(*places), biases
+
+
+def _vector(x: Tensor | None) -> native.Vector:
+    address, dtype, kept = _bias(x)
+    found = native.Vector(address, dtype)
+    found.keep = kept
     return found
 
 
@@ -334,60 +351,80 @@ def _describe_experts(e: Experts) -> native.Experts | None:
     if not all(places) or (e.shared is not None and shared is None) or gate == 0:
         return None
     router = native.describe_router(e.spec, e.correction)
-    biases = [_bias(bias) for bias in (e.router_bias, e.gate_up_bias, e.down_bias)]
-    vectors = [native.Vector(address, dtype) for address, dtype, _ in biases]
+    biases = [_vector(bias) for bias in (e.router_bias, e.gate_up_bias, e.down_bias)]
     found = native.Experts(
-        *places, ctypes.addressof(router), *vectors, *_clamp(e.spec.activation), _address(shared), gate
+        *places, ctypes.addressof(router), *biases, *_clamp(e.spec.activation), _address(shared), gate
     )
     found.keep = router, biases, shared
     return found
 
 
 def layer(
-    x: Tensor, layer: Layer, keys: Tensor, values: Tensor, layout: Layout, rotation: tuple[Tensor, Tensor] | None
+    x: Tensor, layer: Layer, pools: Sequence[Tensor], layout: Layout, rotation: tuple[Tensor, Tensor] | None
 ) -> Tensor | None:
     where = _layout(layout)
-    if where is None:
+    if where is None or not all(pool.is_contiguous() for pool in pools):
         return None
+    pool, turned = pools[0], 2 * rotation[0].shape[1] if rotation else 0
+    made_for = x.dtype, pool.dtype, pool.shape[1:], turned
     if layer not in _layers:
-        _layers[layer] = _describe_layer(x, layer, keys, values, rotation)
-    place, turned = _layers[layer], rotation[0].shape[1] if rotation else 0
-    if place is None or place.made_for != (x.dtype, keys.dtype, keys.shape[1:], turned):
-        return None
-    if not (keys.is_contiguous() and values.is_contiguous()):
+        _layers[layer] = place = _describe_layer(x, layer, pool, rotation)
+        if place is not None:
+            place.made_for = made_for
+    place = _layers[layer]
+    if place is None or place.made_for != made_for:
         return None
     out, slots = x.clone(memory_format=torch.contiguous_format), layout.slots.contiguous()
     (cosines, sines), _kept = _angles(rotation)
+    addresses = [pool.data_ptr() for pool in pools]
     _check(_layer_step(
-        place.address, where.address, out.data_ptr(), x.shape[0], cosines, sines,
-        slots.data_ptr(), keys.data_ptr(), values.data_ptr(),
+        ctypes.addressof(place), where.address, out.data_ptr(), x.shape[0], cosines, sines, slots.data_ptr(),
+        addresses[0], addresses[-1],
     ))  # fmt: skip
     return out
 
 
 def _describe_layer(
-    x: Tensor, layer: Layer, keys: Tensor, values: Tensor, rotation: tuple[Tensor, Tensor] | None
+    x: Tensor, layer: Layer, pool: Tensor, rotation: tuple[Tensor, Tensor] | None
 ) -> native.Layer | None:
     """None where one of its parts has no kernel."""
-    projections = [*layer.qkv, layer.output]
-    places, rows = [_place(w) for w, _ in projections], layer.qkv[0][0].shape[0]
-    norms, count = (layer.input_norm, layer.post_norm), rows // keys.shape[3]
-    if not _attends(x.dtype, keys) or not all(places) or any(n.dtype not in _DTYPES for n in norms):
+    a, m = layer.attention, layer.mlp
+    grouped = _describe_grouped(x, a, pool, rotation) if isinstance(a, Grouped) else None
+    latent = _describe_latent(x, a, pool, rotation) if isinstance(a, Latent) else None
+    experts = _describe_experts(m) if isinstance(m, Experts) else None
+    dense = _describe_dense(m) if isinstance(m, Dense) else None
+    attention, mlp, norms = grouped or latent, experts or dense, (layer.input_norm, layer.post_norm)
+    if attention is None or mlp is None or any(norm.dtype not in _DTYPES for norm in norms):
         return None
-    heads = _describe_heads(x.new_empty(1, rows), keys, rotation, layer.heads)
-    experts = _describe_experts(layer.mlp) if isinstance(layer.mlp, Experts) else None
-    dense = _describe_dense(layer.mlp) if isinstance(layer.mlp, Dense) else None
-    if heads is None or (experts is None and dense is None):
+    kept = [_vector(norm) for norm in norms], grouped, latent, experts, dense
+    found = native.Layer(*kept[0], *map(_address, kept[1:]), layer.eps, _DTYPES[x.dtype])
+    found.keep = kept
+    return found
+
+
+def _describe_grouped(
+    x: Tensor, a: Grouped, keys: Tensor, rotation: tuple[Tensor, Tensor] | None
+) -> native.Grouped | None:
+    rows, h = a.qkv[0][0].shape[0], a.heads
+    described = _describe_projections([*a.qkv, a.output])
+    heads = _describe_heads(x.new_empty(1, rows), keys, rotation, h)
+    if described is None or heads is None or not _attends(x.dtype, keys):
         return None
-    h = layer.heads
-    attended = _describe_attention(count, keys, h.window, h.scale, h.sinks, _DTYPES[x.dtype])
-    vectors = [_bias(v) for v in (*norms, *(bias for _, bias in projections))]
-    norm_vectors, biases = vectors[:2], vectors[2:]
-    found = native.Layer(
-        *(native.Vector(address, kind) for address, kind, _ in norm_vectors), (ctypes.c_void_p * 4)(*places),
-        (native.Vector * 4)(*(native.Vector(address, kind) for address, kind, _ in biases)),
-        ctypes.addressof(heads), ctypes.addressof(attended), _address(experts), _address(dense), layer.eps,
-    )  # fmt: skip
-    found.keep = heads, attended, experts, dense, vectors
-    found.address, found.made_for = ctypes.addressof(found), (x.dtype, keys.dtype, keys.shape[1:], heads.rotated // 2)
+    attended = _describe_attention(rows // keys.shape[3], keys, h.window, h.scale, h.sinks, _DTYPES[x.dtype])
+    found = native.Grouped(*described, ctypes.addressof(heads), ctypes.addressof(attended))
+    found.keep = heads, attended, described
+    return found
+
+
+def _describe_latent(x: Tensor, a: Latent, entries: Tensor, rotation: tuple[Tensor, Tensor]) -> native.Latent | None:
+    (heads, made, rank), (_, block_size, width) = a.up.shape, entries.shape
+    shared, described = width - rank, _describe_projections([a.q_down, a.q_up, a.kv_down, a.output])
+    fits = a.up.dtype == x.dtype and rank % 16 == 0 and 2 * rotation[0].shape[1] == shared
+    if described is None or not fits or not _attends(x.dtype, entries):
+        return None
+    nope, up = a.q_up[0].shape[0] // heads - shared, a.up.contiguous()
+    norms = [_vector(norm) for norm in (a.q_norm, a.kv_norm)]
+    latents = native.Latents(heads, nope, made - nope, rank, shared, block_size, a.scale, _DTYPES[x.dtype])
+    found = native.Latent(*described, *norms, up.data_ptr(), ctypes.addressof(latents), a.eps, a.interleaved)
+    found.keep = described, norms, up, latents
     return found

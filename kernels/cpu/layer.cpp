@@ -46,27 +46,64 @@ bool routed(const tp_experts& e, const void* x, int64_t tokens, int32_t dtype, v
   return true;
 }
 
-bool layer(const tp_layer& l, const tp_layout& layout, void* x, int64_t tokens, const float* cosines, const float* sines,
-           const int64_t* slots, void* keys, void* values) {
-  const tp_heads& heads = *l.heads;
+namespace {
+
+// x and out [tokens, h].
+void grouped(const tp_grouped& g, const Step& step, const void* x, void* out) {
+  const tp_heads& heads = *g.heads;
   const int32_t dtype = heads.dtype;
-  const int64_t h = l.weights[0]->k, width = heads.heads * heads.width, kv = heads.kv_heads * heads.width;
-  std::vector<char> room(tokens * (2 * h + 2 * width + 2 * kv) * item_bytes(dtype));
-  void *y = room.data(), *z = at(y, dtype, tokens * h), *q = at(z, dtype, tokens * h), *turned = at(q, dtype, tokens * width);
-  void *k = at(turned, dtype, tokens * width), *v = at(k, dtype, tokens * kv);
-
-  rms_norm(x, tokens, h, dtype, l.input_norm, l.eps, y);
+  const int64_t width = step.tokens * heads.heads * heads.width, kv = step.tokens * heads.kv_heads * heads.width;
+  std::vector<char> room((2 * width + 2 * kv) * item_bytes(dtype));
+  void *q = room.data(), *turned = at(q, dtype, width), *k = at(turned, dtype, width), *v = at(k, dtype, kv);
   void* projected[] = {q, k, v};
-  for (int i = 0; i < 3; i++) linear(*l.weights[i], y, tokens, dtype, l.biases[i], projected[i]);
-  place_heads(heads, tokens, q, k, v, cosines, sines, slots, turned, keys, values);
-  attention(*l.attention, layout, turned, keys, values, q);
-  linear(*l.weights[3], q, tokens, dtype, l.biases[3], y);
-  add(x, y, tokens, h, dtype);
+  for (int i = 0; i < 3; i++) linear(*g.weights[i], x, step.tokens, dtype, g.biases[i], projected[i]);
+  void *keys = step.pools[0], *values = step.pools[1];
+  place_heads(heads, step.tokens, q, k, v, step.cosines, step.sines, step.slots, turned, keys, values);
+  attention(*g.attention, step.layout, turned, keys, values, q);
+  linear(*g.weights[3], q, step.tokens, dtype, g.biases[3], out);
+}
 
-  rms_norm(x, tokens, h, dtype, l.post_norm, l.eps, y);
-  if (l.dense) dense(*l.dense, y, tokens, dtype, z);
-  else if (!routed(*l.experts, y, tokens, dtype, z)) return false;
-  add(x, z, tokens, h, dtype);
+// The same by latents, of as many queries.
+void latent(const tp_latent& g, const Step& step, const void* x, void* out) {
+  enum { Q_DOWN, Q_UP, KV_DOWN, OUTPUT };
+  const tp_latents& l = *g.latents;
+  const int64_t rank = g.weights[Q_UP]->k, width = g.weights[Q_UP]->n, entry = l.rank + l.shared;
+  const int64_t tokens = step.tokens, made = l.heads * l.value;
+  std::vector<char> room(tokens * (2 * rank + width + entry + made) * item_bytes(l.dtype));
+  void *down = room.data(), *normed = at(down, l.dtype, tokens * rank), *q = at(normed, l.dtype, tokens * rank);
+  void *kv = at(q, l.dtype, tokens * width), *heads = at(kv, l.dtype, tokens * entry);
+  const auto project = [&](int i, const void* from, void* to) {
+    linear(*g.weights[i], from, tokens, l.dtype, g.biases[i], to);
+  };
+  if (g.weights[Q_DOWN]) {
+    project(Q_DOWN, x, down);
+    rms_norm(down, tokens, rank, l.dtype, g.q_norm, g.eps, normed);
+  }
+  project(Q_UP, g.weights[Q_DOWN] ? normed : x, q);
+  project(KV_DOWN, x, kv);
+  const Turn turn{l.shared, g.interleaved, step.cosines, step.sines, l.dtype};
+  turn_ends(turn, tokens, l.heads, l.nope + l.shared, q);
+  turn_ends(turn, tokens, 1, entry, kv);
+  place_latents(l, tokens, kv, g.kv_norm, g.eps, step.slots, step.pools[0]);
+  latent_attention(l, step.layout, q, step.pools[0], g.up, {}, heads);
+  project(OUTPUT, heads, out);
+}
+
+}  // namespace
+
+bool layer(const tp_layer& l, const Step& step, void* x) {
+  const int64_t h = (l.grouped ? l.grouped->weights[3] : l.latent->weights[3])->n, tokens = step.tokens;
+  std::vector<char> room(2 * tokens * h * item_bytes(l.dtype));
+  void *y = room.data(), *z = at(y, l.dtype, tokens * h);
+  rms_norm(x, tokens, h, l.dtype, l.input_norm, l.eps, y);
+  if (l.grouped) grouped(*l.grouped, step, y, z);
+  else latent(*l.latent, step, y, z);
+  add(x, z, tokens, h, l.dtype);
+
+  rms_norm(x, tokens, h, l.dtype, l.post_norm, l.eps, y);
+  if (l.dense) dense(*l.dense, y, tokens, l.dtype, z);
+  else if (!routed(*l.experts, y, tokens, l.dtype, z)) return false;
+  add(x, z, tokens, h, l.dtype);
   return true;
 }
 

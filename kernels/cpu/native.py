@@ -231,12 +231,27 @@ class Experts(ctypes.Structure):
     ]  # fmt: skip
 
 
+class Grouped(ctypes.Structure):
+    """tp_grouped of layer.h."""
+
+    _fields_ = [("weights", _P * 4), ("biases", Vector * 4), ("heads", _P), ("attention", _P)]
+
+
+class Latent(ctypes.Structure):
+    """tp_latent of layer.h."""
+
+    _fields_ = [
+        ("weights", _P * 4), ("biases", Vector * 4), ("q_norm", Vector), ("kv_norm", Vector), ("up", _P),
+        ("latents", _P), ("eps", _F32), ("interleaved", _I32),
+    ]  # fmt: skip
+
+
 class Layer(ctypes.Structure):
     """tp_layer of layer.h."""
 
     _fields_ = [
-        ("input_norm", Vector), ("post_norm", Vector), ("weights", _P * 4), ("biases", Vector * 4),
-        ("heads", _P), ("attention", _P), ("experts", _P), ("dense", _P), ("eps", _F32),
+        ("input_norm", Vector), ("post_norm", Vector), ("grouped", _P), ("latent", _P), ("experts", _P), ("dense", _P),
+        ("eps", _F32), ("dtype", _I32),
     ]  # fmt: skip
 
 
