@@ -65,7 +65,7 @@ void dense(const tp_dense& d, const void* x, int64_t tokens, int32_t dtype, void
 // x and out [tokens, h]. False, and out undefined, if the router picked no expert that exists.
 bool routed(const tp_experts& experts, const void* x, int64_t tokens, int32_t dtype, void* out);
 
-// What belongs to the tokens of a step: see place_heads. Pools are keys and values, or entries and null.
+// What belongs to the tokens of a step: see place_heads. Pools are keys and values, or entries.
 struct Step {
   const tp_layout& layout;
   int64_t tokens;
