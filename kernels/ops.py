@@ -30,13 +30,16 @@ BACKENDS = {
 }
 """Name -> module, imported when chosen."""
 
-FUSED = ("linears", "attend", "routed", "layer")
+FUSED = ("linears", "attend", "dense", "routed", "layer")
 """Several operations in one call, which a backend need not have."""
 
 _log = logging.getLogger(__name__)
 
 Weight = Tensor | PackedTensor
 """A matrix or a stack of matrices: packed, or plain in any float dtype."""
+
+Projection = tuple[Weight, Tensor | None]
+"""A weight and its bias, see Ops.linear."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,10 +99,20 @@ class Heads:
 
 
 @dataclass(frozen=True, eq=False)
+class Dense:
+    """A gated MLP that every token passes: weights and biases, see Ops.linear."""
+
+    gate: Projection
+    up: Projection
+    down: Projection
+    activation: Swiglu | ClampedSwiglu = Swiglu()
+
+
+@dataclass(frozen=True, eq=False)
 class Experts:
     """The experts of a layer and their router: see Ops.linear, route and moe.
 
-    router: [E, H], of plain floats.
+    router: [E, H], of plain floats.  shared: the experts that every token passes; shared_gate: [1, H], of plain floats.
     """
 
     spec: Moe
@@ -110,22 +123,52 @@ class Experts:
     correction: Tensor | None = None
     gate_up_bias: Tensor | None = None
     down_bias: Tensor | None = None
+    shared: Dense | None = None
+    shared_gate: Weight | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Grouped:
+    """Grouped-query attention without more: what `heads` do (see Ops.attend) with the projections of x."""
+
+    qkv: Sequence[Projection]
+    output: Projection
+    heads: Heads
+
+
+@dataclass(frozen=True, eq=False)
+class Latent:
+    """Latent attention to all positions: Ops.latent_attention of what the projections of x make.
+
+    q_down: and an RMSNorm by q_norm behind it come before q_up, if there is one.  kv_down: gives a latent, normed by
+    kv_norm, and the key that heads share.  That key and as many values at the end of every query are turned, see
+    Ops.rope.  eps: of both norms.
+    """
+
+    q_down: Projection | None
+    q_norm: Tensor | None
+    q_up: Projection
+    kv_down: Projection
+    kv_norm: Tensor
+    up: Tensor
+    output: Projection
+    scale: float
+    eps: float
+    interleaved: bool
 
 
 @dataclass(frozen=True, eq=False)
 class Layer:
-    """A layer of grouped-query attention and routed experts without more: x + attention(norm(x)), then x + experts(norm(x)).
+    """A layer of attention and a feed-forward block without more: x + attention(norm(x)), then x + mlp(norm(x)).
 
-    input_norm, post_norm: [H] of RMSNorm with `eps`.  qkv, output: weights and biases, see Ops.linear.
+    input_norm, post_norm: [H] of RMSNorm with `eps`.
     """
 
     input_norm: Tensor
     post_norm: Tensor
     eps: float
-    qkv: Sequence[tuple[Weight, Tensor | None]]
-    output: tuple[Weight, Tensor | None]
-    heads: Heads
-    experts: Experts
+    attention: Grouped | Latent
+    mlp: Experts | Dense
 
 
 def get_ops(backend: str = "auto", device: torch.device | str = "cpu") -> Ops:
@@ -336,8 +379,18 @@ class Ops:
         _check(down_bias is None or down_bias.shape == (experts, h), "moe", down, down_bias)
         return self._backend.moe(x, ids, weights, gate_up, down, activation, gate_up_bias, down_bias) if x.numel() else x
 
+    def dense(self, x: Tensor, dense: Dense) -> Tensor:
+        """down · activation(gate · x, up · x), each with its bias, of x [T, H] -> [T, H]."""
+        if self._fused["dense"] and x.numel():
+            done = self._fused["dense"](x, dense)
+            if done is not None:
+                return done
+        gate, up = self.linears(x, (dense.gate, dense.up))
+        return self.linear(self.swiglu(gate, up, dense.activation), *dense.down)
+
     def routed(self, x: Tensor, experts: Experts) -> Tensor:
-        """x [T, H], each token through the experts that the router picks for it -> [T, H].
+        """x [T, H], each token through the experts that the router picks for it -> [T, H]; added to that is what the
+        shared ones make of it, times sigmoid(shared_gate · x) if there is one.
 
         Logits are of x in float32: a rounded one picks another expert, and that is no small error.
         """
@@ -347,16 +400,25 @@ class Ops:
                 return done
         e = experts
         ids, weights = self.route(self.linear(x.float(), e.router, e.router_bias), e.spec, e.correction)
-        return self.moe(x, ids, weights, e.gate_up, e.down, e.spec.activation, e.gate_up_bias, e.down_bias)
+        routed = self.moe(x, ids, weights, e.gate_up, e.down, e.spec.activation, e.gate_up_bias, e.down_bias)
+        return routed if e.shared is None else routed + self._shared(x, e)
+
+    def _shared(self, x: Tensor, experts: Experts) -> Tensor:
+        shared, gate = self.dense(x, experts.shared), experts.shared_gate
+        return shared if gate is None else shared * torch.sigmoid(self.linear(x, gate))
 
     def layer(
-        self, x: Tensor, layer: Layer, keys: Tensor, values: Tensor, layout: Layout, rotation: tuple[Tensor, Tensor] | None
+        self, x: Tensor, layer: Layer, pools: Sequence[Tensor], layout: Layout, rotation: tuple[Tensor, Tensor] | None
     ) -> Tensor | None:
-        """x [T, H] -> [T, H] by all of a layer's operations at once, with keys, values, layout and rotation as for
-        `attend`; None where the backend leaves them to be done one by one."""
+        """x [T, H] -> [T, H] by all of a layer's operations at once; None where the backend leaves them to be done one
+        by one.
+
+        pools: keys and values as for `attend`, or entries as for `latent_attention`; what is new is stored in them.
+        rotation: None turns nothing.
+        """
         _check(x.ndim == 2 and layer.input_norm.shape == x.shape[1:] and layout.slots.shape == x.shape[:1], "layer", x)
         fused = self._fused["layer"]
-        return fused(x, layer, keys, values, layout, rotation) if fused and x.numel() else None
+        return fused(x, layer, pools, layout, rotation) if fused and x.numel() else None
 
 
 def _check(fits: bool, op: str, *arguments: Weight | None) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tutel_pack.kernels.ops import Heads, Layout, Ops
+from tutel_pack.kernels.ops import Grouped, Heads, Layout, Ops
 from tutel_pack.runtime.cache import PagedCache
 from tutel_pack.runtime.weights import Weights
 from tutel_pack.spec import Attention, Rope
@@ -22,7 +22,7 @@ class GroupedQueryAttention:
     def __init__(self, spec: Attention, layer: int, eps: float, weights: Weights, ops: Ops):
         self._spec, self._layer, self._eps, self._ops = spec, layer, eps, ops
         prefix = f"model.layers.{layer}.self_attn."
-        *self.qkv, self.output = (
+        *qkv, output = (
             (weights(f"{prefix}{name}_proj.weight"), weights(f"{prefix}{name}_proj.bias") if name in spec.bias else None)
             for name in "qkvo"
         )
@@ -32,7 +32,7 @@ class GroupedQueryAttention:
         self._norms, norms = (norms, [None, None]) if before else ([None, None], norms)
         sinks = weights(prefix + "sinks") if spec.sinks else None
         interleaved = bool(spec.rope and spec.rope.interleaved)
-        self.heads = Heads(*norms, eps, interleaved, spec.window, spec.scale, sinks)
+        self._parts = Grouped(qkv, output, Heads(*norms, eps, interleaved, spec.window, spec.scale, sinks))
 
     def __call__(
         self, x: Tensor, cache: PagedCache, layout: Layout, rotations: dict[Rope, tuple[Tensor, Tensor]]
@@ -41,8 +41,8 @@ class GroupedQueryAttention:
 
         rotations: of the batch's positions, for each Rope of the model.
         """
-        spec, ops = self._spec, self._ops
-        q, k, v = ops.linears(x, self.qkv)
+        spec, ops, parts = self._spec, self._ops, self._parts
+        q, k, v = ops.linears(x, parts.qkv)
         if spec.gated:
             q, gate = (part.flatten(1) for part in q.unflatten(1, (spec.heads, -1)).chunk(2, dim=-1))
         if self._norms[0] is not None:
@@ -50,13 +50,14 @@ class GroupedQueryAttention:
         if spec.clip is not None:
             q, k, v = (part.clamp(-spec.clip, spec.clip) for part in (q, k, v))
         pools, rotation = cache.tokens[self._layer], rotations[spec.rope] if spec.rope else None
-        heads = ops.attend(q, k, v, pools["keys"], pools["values"], layout, rotation, self.heads)
-        return ops.linear(heads * torch.sigmoid(gate) if spec.gated else heads, *self.output)
+        heads = ops.attend(q, k, v, pools["keys"], pools["values"], layout, rotation, parts.heads)
+        return ops.linear(heads * torch.sigmoid(gate) if spec.gated else heads, *parts.output)
 
     @property
-    def plain(self) -> bool:
-        """Whether it is nothing but qkv, what `heads` do, and output."""
-        return not self._spec.gated and self._spec.clip is None and self._norms[0] is None
+    def whole(self) -> Grouped | None:
+        """All of it, None if there is more to it."""
+        more = self._spec.gated or self._spec.clip is not None or self._norms[0] is not None
+        return None if more else self._parts
 
     def _normed(self, x: Tensor, norm: Tensor) -> Tensor:
         """A projection [T, heads · D], normed as a whole or by heads."""

@@ -91,17 +91,17 @@ class _DecoderLayer:
 
     def _as_one(self) -> Layer | None:
         """All of it for `Ops.layer`, None for one that has more to it."""
-        a, m = self._attention, self._mlp
-        if not (isinstance(a, GroupedQueryAttention) and isinstance(m, MoeBlock) and a.plain and m.plain):
+        attention = self._attention.whole
+        if attention is None:
             return None
-        return Layer(self._input_norm, self._post_norm, self._eps, a.qkv, a.output, a.heads, m.experts)
+        return Layer(self._input_norm, self._post_norm, self._eps, attention, self._mlp.mlp)
 
     def __call__(
         self, x: Tensor, cache: PagedCache, layout: Layout, rotations: dict[Rope, tuple[Tensor, Tensor]]
     ) -> Tensor:
         if self._whole is not None:
             pools, rotation = cache.tokens[self._index], rotations[self._rope] if self._rope else None
-            done = self._ops.layer(x, self._whole, pools["keys"], pools["values"], layout, rotation)
+            done = self._ops.layer(x, self._whole, list(pools.values()), layout, rotation)
             if done is not None:
                 return done
         attended = self._attention(self._ops.rms_norm(x, self._input_norm, self._eps), cache, layout, rotations)

@@ -51,6 +51,9 @@ class GatedDeltaNet:
         self._bias = weights(prefix + "dt_bias").float()
         self._norm, self._output = weights(prefix + "norm.weight").float(), weights(prefix + "out_proj.weight")
 
+    whole = None
+    """No description of it for Ops.layer."""
+
     def __call__(self, x: Tensor, cache: PagedCache, layout: Layout, rotations: object) -> Tensor:
         """x [T, H], normed -> [T, H]; brings the states of the batch's sequences up to date.
 

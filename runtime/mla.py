@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tutel_pack.kernels.ops import Layout, Ops
+from tutel_pack.kernels.ops import Latent, Layout, Ops, Projection
 from tutel_pack.runtime.cache import PagedCache
 from tutel_pack.runtime.shared import Shared
 from tutel_pack.runtime.weights import Weights
@@ -29,16 +29,25 @@ class LatentAttention:
     def __init__(self, spec: Mla, layer: int, eps: float, weights: Weights, ops: Ops):
         self._spec, self._layer, self._ops = spec, layer, ops
         prefix = f"model.layers.{layer}.self_attn."
-        down = ("q_a_proj", "kv_a_proj_with_mqa", "o_proj") if spec.q_rank else ("kv_a_proj_with_mqa", "o_proj")
-        biased = down if spec.bias else ()
-        self._projections = {
-            name: (weights(f"{prefix}{name}.weight"), weights(f"{prefix}{name}.bias") if name in biased else None)
-            for name in (*down, "q_b_proj" if spec.q_rank else "q_proj")
-        }
-        self._q_norm = weights(prefix + "q_a_layernorm.weight") if spec.q_rank else None
-        self._kv_norm = weights(prefix + "kv_a_layernorm.weight")
-        self._up = weights.decoded(prefix + "kv_b_proj.weight").view(spec.heads, -1, spec.kv_rank)
+        biased = ("q_a_proj", "kv_a_proj_with_mqa", "o_proj") if spec.bias else ()
+
+        def projection(name: str) -> Projection:
+            return weights(f"{prefix}{name}.weight"), weights(f"{prefix}{name}.bias") if name in biased else None
+
+        self._parts = Latent(
+            projection("q_a_proj") if spec.q_rank else None,
+            weights(prefix + "q_a_layernorm.weight") if spec.q_rank else None,
+            projection("q_b_proj" if spec.q_rank else "q_proj"), projection("kv_a_proj_with_mqa"),
+            weights(prefix + "kv_a_layernorm.weight"),
+            weights.decoded(prefix + "kv_b_proj.weight").view(spec.heads, -1, spec.kv_rank), projection("o_proj"),
+            spec.scale, _LATENT_EPS, spec.rope.interleaved,
+        )  # fmt: skip
         self._indexer = _Indexer(spec.indexer, layer, weights, ops) if spec.indexer else None
+
+    @property
+    def whole(self) -> Latent | None:
+        """All of it, None if there is more to it."""
+        return None if self._spec.indexer or self._spec.reuse_index else self._parts
 
     def __call__(self, x: Tensor, cache: PagedCache, layout: Layout, rotations: Shared) -> Tensor:
         """x [T, H], normed -> [T, H]; stores the new latents in the cache.
@@ -46,9 +55,9 @@ class LatentAttention:
         rotations: of the batch's positions, for each Rope of the model; also carries an indexer's picks to the layers
         that reuse them.
         """
-        spec, ops, rotation = self._spec, self._ops, rotations[self._spec.rope]
-        latents, key = self._project("kv_a_proj_with_mqa", x).split([spec.kv_rank, spec.rope.dim], dim=-1)
-        latents = ops.rms_norm(latents, self._kv_norm, _LATENT_EPS)
+        spec, ops, parts, rotation = self._spec, self._ops, self._parts, rotations[self._spec.rope]
+        latents, key = ops.linear(x, *parts.kv_down).split([spec.kv_rank, spec.rope.dim], dim=-1)
+        latents = ops.rms_norm(latents, parts.kv_norm, parts.eps)
         key = ops.rope(key[:, None], rotation, spec.rope.interleaved)[:, 0]
         cache.append(self._layer, layout, latents=torch.cat([latents, key], dim=-1))
         compressed, q = self._query(x)
@@ -58,18 +67,15 @@ class LatentAttention:
             rotations.picks = self._indexer(x, compressed, cache, layout, rotations)
         picks = rotations.picks if spec.indexer or spec.reuse_index else None
         entries = cache.tokens[self._layer]["latents"]
-        heads = ops.latent_attention(q, entries, self._up, layout, spec.scale, picks)
-        return self._project("o_proj", heads.flatten(1))
+        heads = ops.latent_attention(q, entries, parts.up, layout, spec.scale, picks)
+        return ops.linear(heads.flatten(1), *parts.output)
 
     def _query(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """(compressed query [T, q_rank], or x where there is none, query [T, heads, nope_dim + rope.dim])."""
-        if self._spec.q_rank:
-            x = self._ops.rms_norm(self._project("q_a_proj", x), self._q_norm, _LATENT_EPS)
-        q = self._project("q_b_proj" if self._spec.q_rank else "q_proj", x)
-        return x, q.unflatten(1, (self._spec.heads, -1))
-
-    def _project(self, name: str, x: Tensor) -> Tensor:
-        return self._ops.linear(x, *self._projections[name])
+        ops, parts = self._ops, self._parts
+        if parts.q_down:
+            x = ops.rms_norm(ops.linear(x, *parts.q_down), parts.q_norm, parts.eps)
+        return x, ops.linear(x, *parts.q_up).unflatten(1, (self._spec.heads, -1))
 
 
 class _Indexer:

@@ -101,7 +101,7 @@ using namespace tp;
 
 extern "C" {
 
-int32_t tp_interface() { return 4; }
+int32_t tp_interface() { return 5; }
 
 int32_t tp_select(const char* name) {
   const Available& all = available();
@@ -180,14 +180,30 @@ int32_t tp_attend(const tp_attention* a, const tp_layout* layout, const void* q,
   });
 }
 
+int32_t tp_attend_latents(const tp_latents* l, const tp_layout* layout, const void* q, const void* entries,
+                          const void* up, const int64_t* const* picks, int64_t top, void* out) {
+  return guarded([&] {
+    latent_attention(*l, *layout, q, entries, up, {picks, top}, out);
+    return TP_OK;
+  });
+}
+
+int32_t tp_dense_step(const tp_dense* d, const void* x, int64_t tokens, int32_t dtype, void* out) {
+  return guarded([&] {
+    dense(*d, x, tokens, dtype, out);
+    return TP_OK;
+  });
+}
+
 int32_t tp_routed(const tp_experts* experts, const void* x, int64_t tokens, int32_t dtype, void* out) {
   return guarded([&] { return routed(*experts, x, tokens, dtype, out) ? TP_OK : TP_NO_SUCH_EXPERT; });
 }
 
 int32_t tp_layer_step(const tp_layer* l, const tp_layout* layout, void* x, int64_t tokens, const float* cosines,
-                      const float* sines, const int64_t* slots, void* keys, void* values) {
+                      const float* sines, const int64_t* slots, void* pool, void* second_pool) {
   return guarded([&] {
-    return layer(*l, *layout, x, tokens, cosines, sines, slots, keys, values) ? TP_OK : TP_NO_SUCH_EXPERT;
+    const Step step{*layout, tokens, cosines, sines, slots, {pool, second_pool}};
+    return layer(*l, step, x) ? TP_OK : TP_NO_SUCH_EXPERT;
   });
 }
 

@@ -1,6 +1,7 @@
 // The C interface; native.py calls it. Pointers are to contiguous memory; sizes are in items.
 #pragma once
 #include "attention.h"
+#include "latents.h"
 #include "layer.h"
 #include "small_ops.h"
 #include "weight.h"
@@ -48,10 +49,15 @@ int32_t tp_place_heads(const tp_heads* heads, int64_t tokens, const void* q, con
 int32_t tp_attend(const tp_attention* attention, const tp_layout* layout, const void* q, const void* keys,
                   const void* values, void* out);
 
-// See Ops.routed and Ops.layer.
+// See Ops.latent_attention: of few new tokens. picks: of each sequence [new tokens, top], or null; or null for all.
+int32_t tp_attend_latents(const tp_latents* latents, const tp_layout* layout, const void* q, const void* entries,
+                          const void* up, const int64_t* const* picks, int64_t top, void* out);
+
+// See Ops.dense, Ops.routed and Ops.layer.
+int32_t tp_dense_step(const tp_dense* dense, const void* x, int64_t tokens, int32_t dtype, void* out);
 int32_t tp_routed(const tp_experts* experts, const void* x, int64_t tokens, int32_t dtype, void* out);
 int32_t tp_layer_step(const tp_layer* layer, const tp_layout* layout, void* x, int64_t tokens, const float* cosines,
-                      const float* sines, const int64_t* slots, void* keys, void* values);
+                      const float* sines, const int64_t* slots, void* pool, void* second_pool);
 
 // Reads memory and does nothing else: the limit that products are measured against. Returns a sum of it.
 uint64_t tp_read(const void* data, int64_t bytes);

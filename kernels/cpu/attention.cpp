@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstring>
 #include <limits>
 #include <vector>
 
@@ -14,32 +15,36 @@ namespace {
 
 constexpr int64_t ALONE = 1 << 16;  // multiplications that one thread is done with before others have woken up
 
-// One new token and one head of keys, with the query heads that read it.
+// One new token and query heads that read the same keys.
 struct Item {
-  int64_t token, head, low, high;  // positions it sees: low … high − 1
-  const int64_t* table;
+  int64_t token, head, queries, position;
+  int64_t low, high;  // positions it sees, or places among its picks: low … high − 1
+  const int64_t *table, *picks;
 };
 
 class Attention {
  public:
-  Attention(const tp_attention& a, const tp_layout& layout, const void* q, const void* keys, const void* values, void* out)
-      : a_(a), q_(q), keys_(keys), values_(values), out_(out), queries_(a.heads / a.kv_heads), result_(a.width + 2) {
+  Attention(const tp_attention& a, const tp_layout& layout, const void* q, const void* keys, const void* values,
+            void* out, Picks picks)
+      : a_(a), q_(q), keys_(keys), values_(values), out_(out) {
     for (int64_t s = 0; s < layout.sequences; s++) {
       const int64_t count = layout.starts[s + 1] - layout.starts[s], past = layout.lengths[s] - count;
+      const int64_t* picked = picks.of ? picks.of[s] : nullptr;
       for (int64_t i = 0; i < count; i++) {
-        const int64_t high = past + i + 1, low = a.window ? std::max<int64_t>(0, high - a.window) : 0;
-        for (int64_t h = 0; h < a.kv_heads; h++) items_.push_back({layout.starts[s] + i, h, low, high, layout.tables[s]});
-        positions_ += (high - low) * a.kv_heads;
+        const int64_t position = past + i, low = a.window ? std::max<int64_t>(0, position + 1 - a.window) : 0;
+        Item item{layout.starts[s] + i, 0, 0, position, low, position + 1, layout.tables[s], nullptr};
+        if (picked) item.low = 0, item.high = picks.top, item.picks = picked + i * picks.top;
+        add(item);
       }
     }
   }
 
   void run() {
     const int64_t items = static_cast<int64_t>(items_.size()), members = threads();
-    const bool alone = positions_ * queries_ * a_.width <= ALONE || members == 1;
+    const bool alone = multiplications_ <= ALONE || members == 1;
     // So many parts to an item that all members have some, however few items there are.
     parts_ = alone ? 1 : std::min(members, ceil_div(4 * members, items));
-    partial_.resize(items * parts_ * queries_ * result_);
+    partial_.resize(items * parts_ * most_ * result_);
     if (alone) {
       for (int64_t i = 0; i < items; i++) part(i, 0), merge(i);
       return;
@@ -55,7 +60,17 @@ class Attention {
   }
 
  private:
-  float* partial(int64_t item, int64_t part) { return partial_.data() + (item * parts_ + part) * queries_ * result_; }
+  // An item for as many heads at a time as go together.
+  void add(Item item) {
+    for (int64_t head = 0; head < a_.heads; head += item.queries) {
+      item.head = head;
+      item.queries = std::min(most_, queries_ - head % queries_);
+      items_.push_back(item);
+      multiplications_ += (item.high - item.low) * item.queries * a_.width;
+    }
+  }
+
+  float* partial(int64_t item, int64_t part) { return partial_.data() + (item * parts_ + part) * most_ * result_; }
 
   // Sums of one part of an item's positions: of each query the largest logit, the sum of weights, and the weighted values.
   void part(int64_t index, int64_t which) {
@@ -63,57 +78,84 @@ class Attention {
     const int64_t n = item.high - item.low, step = ceil_div(ceil_div(n, parts_), ATTEND) * ATTEND;
     const int64_t begin = std::min(n, which * step) + item.low, end = std::min(n, (which + 1) * step) + item.low;
     float* results = partial(index, which);
-    for (int64_t j = 0; j < queries_; j++) {
+    for (int64_t j = 0; j < item.queries; j++) {
       std::fill(results + j * result_, results + (j + 1) * result_, 0.0f);
       results[j * result_] = -std::numeric_limits<float>::infinity();
     }
-    float* scaled = static_cast<float*>(scratch(SLOT_PLAIN, queries_ * a_.width * sizeof(float)));
-    isa().load(at(q_, a_.dtype, (item.token * a_.heads + item.head * queries_) * a_.width), a_.dtype, scaled, queries_ * a_.width);
-    for (int64_t i = 0; i < queries_ * a_.width; i++) scaled[i] *= a_.scale;
+    const int64_t values = item.queries * a_.width;
+    float* scaled = static_cast<float*>(scratch(SLOT_PLAIN, values * sizeof(float)));
+    isa().load(at(q_, a_.dtype, (item.token * a_.heads + item.head) * a_.width), a_.dtype, scaled, values);
+    for (int64_t i = 0; i < values; i++) scaled[i] *= a_.scale;
+    if (item.picks) picked(item, begin, end, scaled, results);
+    else stored(item, begin, end, scaled, results);
+  }
+
+  // Where a position's keys or values of the item's head are, in items from the start of a pool.
+  int64_t offset(const Item& item, int64_t position) const {
+    const int64_t row = item.table[position / a_.block_size] * a_.block_size + position % a_.block_size;
+    return (row * a_.kv_heads + item.head / queries_) * a_.width;
+  }
+
+  void stored(const Item& item, int64_t begin, int64_t end, const float* q, float* results) const {
     for (int64_t position = begin; position < end;) {
-      const int64_t place = position % a_.block_size, count = std::min({a_.block_size - place, end - position, ATTEND});
-      const int64_t row = item.table[position / a_.block_size] * a_.block_size + place;
-      const int64_t offset = (row * a_.kv_heads + item.head) * a_.width;
-      isa().attend(scaled, queries_, a_.width, at(keys_, a_.dtype, offset), at(values_, a_.dtype, offset),
-                   a_.kv_heads * a_.width, a_.dtype, count, results);
+      const int64_t count = std::min({a_.block_size - position % a_.block_size, end - position, ATTEND});
+      const int64_t from = offset(item, position);
+      const Rows keys{at(keys_, a_.cached, from), a_.kv_heads * a_.width, a_.cached, count};
+      isa().attend.positions(q, item.queries, a_.width, keys, at(values_, a_.cached, from), a_.value_width, results);
       position += count;
+    }
+  }
+
+  // Of places begin … end − 1 among the item's picks, which are brought together. Their values are where the keys are.
+  void picked(const Item& item, int64_t begin, int64_t end, const float* q, float* results) const {
+    const int64_t bytes = a_.width * item_bytes(a_.cached);
+    char* rows = static_cast<char*>(scratch(SLOT_PICKED, ATTEND * bytes));
+    for (int64_t i = begin; i < end;) {
+      int64_t count = 0;
+      for (; i < end && count < ATTEND; i++) {
+        if (item.picks[i] > item.position) continue;
+        std::memcpy(rows + count++ * bytes, at(keys_, a_.cached, offset(item, item.picks[i])), bytes);
+      }
+      const Rows keys{rows, a_.width, a_.cached, count};
+      if (count) isa().attend.positions(q, item.queries, a_.width, keys, rows, a_.value_width, results);
     }
   }
 
   void merge(int64_t index) {
     const Item& item = items_[index];
-    float* total = static_cast<float*>(scratch(SLOT_PRODUCTS, a_.width * sizeof(float)));
-    for (int64_t j = 0; j < queries_; j++) {
-      const int64_t head = item.head * queries_ + j;
+    float* total = static_cast<float*>(scratch(SLOT_PRODUCTS, a_.value_width * sizeof(float)));
+    for (int64_t j = 0; j < item.queries; j++) {
+      const int64_t head = item.head + j;
       float most = a_.sinks ? a_.sinks[head] : -std::numeric_limits<float>::infinity();
       for (int64_t p = 0; p < parts_; p++) most = std::max(most, partial(index, p)[j * result_]);
       float sum = a_.sinks ? std::exp(a_.sinks[head] - most) : 0.0f;
-      std::fill(total, total + a_.width, 0.0f);
+      std::fill(total, total + a_.value_width, 0.0f);
       for (int64_t p = 0; p < parts_; p++) {
         const float* part = partial(index, p) + j * result_;
         const float factor = std::exp(part[0] - most);
         sum += factor * part[1];
-        isa().add_scaled(total, part + 2, factor, a_.width);
+        isa().add_scaled(total, part + 2, factor, a_.value_width);
       }
-      for (int64_t i = 0; i < a_.width; i++) total[i] /= sum;
-      isa().store(total, a_.dtype, at(out_, a_.dtype, (item.token * a_.heads + head) * a_.width), a_.width);
+      for (int64_t i = 0; i < a_.value_width; i++) total[i] /= sum;
+      isa().store(total, a_.dtype, at(out_, a_.dtype, (item.token * a_.heads + head) * a_.value_width), a_.value_width);
     }
   }
 
   const tp_attention& a_;
   const void *q_, *keys_, *values_;
   void* out_;
-  const int64_t queries_, result_;
+  const int64_t queries_ = a_.heads / a_.kv_heads, result_ = a_.value_width + 2;
+  const int64_t most_ = std::min(queries_, ATTEND_QUERIES);  // heads to an item
   std::vector<Item> items_;
   std::vector<float> partial_;
-  int64_t positions_ = 0, parts_ = 1;
+  int64_t multiplications_ = 0, parts_ = 1;
 };
 
 }  // namespace
 
 void attention(const tp_attention& a, const tp_layout& layout, const void* q, const void* keys, const void* values,
-               void* out) {
-  Attention(a, layout, q, keys, values, out).run();
+               void* out, Picks picks) {
+  Attention(a, layout, q, keys, values, out, picks).run();
 }
 
 }  // namespace tp

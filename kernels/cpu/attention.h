@@ -11,19 +11,26 @@ struct tp_layout {
   const int64_t* const* tables;
 };
 
-// window 0 sees all. sinks: float32 [heads] or null. dtype: of queries, keys, values and what comes out.
+// window 0 sees all. sinks: float32 [heads] or null. dtype: of queries and what comes out; cached: of keys and values.
 struct tp_attention {
-  int64_t heads, kv_heads, width, block_size, window;
+  int64_t heads, kv_heads, width, value_width, block_size, window;
   const float* sinks;
   float scale;
-  int32_t dtype;
+  int32_t dtype, cached;
 };
 }
 
 namespace tp {
 
-// q and out [tokens, heads, width]; keys and values [blocks, block_size, kv_heads, width], width a multiple of 16.
+// Of each sequence the `top` positions [new tokens, top] that its tokens see if they are not behind them; null: all.
+struct Picks {
+  const int64_t* const* of;
+  int64_t top;
+};
+
+// q [tokens, heads, width] and out [tokens, heads, value_width]; keys [blocks, block_size, kv_heads, width], and values
+// likewise, or the same: then they are the first value_width of the keys. Widths are multiples of 16.
 void attention(const tp_attention& a, const tp_layout& layout, const void* q, const void* keys, const void* values,
-               void* out);
+               void* out, Picks picks = {});
 
 }  // namespace tp

@@ -18,10 +18,9 @@ from torch import Tensor
 from tutel_pack.errors import ResourceError
 from tutel_pack.kernels import torch_backend
 from tutel_pack.kernels.cpu import native
-from tutel_pack.kernels.ops import Experts, Heads, Layer, Layout, Weight
+from tutel_pack.kernels.ops import Dense, Experts, Grouped, Heads, Latent, Layer, Layout, Projection, Weight
 from tutel_pack.kernels.torch_backend import (  # noqa: F401  what is not native
     embedding,
-    latent_attention,
     rope,
     rotation,
     swiglu,
@@ -30,14 +29,18 @@ from tutel_pack.kernels.torch_backend import (  # noqa: F401  what is not native
 from tutel_pack.spec import ClampedSwiglu, Moe, Swiglu
 
 _library = native.library()
-_linear, _linears, _moe, _routed = _library.tp_linear, _library.tp_linears, _library.tp_moe, _library.tp_routed
+_linear, _linears, _moe = _library.tp_linear, _library.tp_linears, _library.tp_moe
+_dense, _routed = _library.tp_dense_step, _library.tp_routed
 _rms_norm, _route, _place_heads = _library.tp_rms_norm, _library.tp_route, _library.tp_place_heads
-_attend, _layer_step = _library.tp_attend, _library.tp_layer_step
+_attend, _attend_latents, _layer_step = _library.tp_attend, _library.tp_attend_latents, _library.tp_layer_step
 
 _DTYPES = native.DTYPES
 
 FEW = 8
 """New tokens of a sequence that attention takes one by one."""
+
+WIDEST = 576
+"""Values of a key that attention takes at most, as ATTEND_WIDTH of isa.h: DeepSeek's latents with what heads share."""
 
 _known: dict[int, tuple[weakref.ref, int]] = {}
 """By id of a weight: a reference to it, and where its description is, 0 if there is none."""
@@ -81,6 +84,10 @@ def _clamp(activation: Swiglu | ClampedSwiglu) -> tuple[float, float, float]:
     """(limit, alpha, shift) as the library takes them; no limit is none of them."""
     clamped = isinstance(activation, ClampedSwiglu)
     return (activation.limit, activation.alpha, activation.shift) if clamped else (0.0, 0.0, 0.0)
+
+
+def _address(structure: ctypes.Structure | None) -> int | None:
+    return None if structure is None else ctypes.addressof(structure)
 
 
 def _check(status: int) -> None:
@@ -155,7 +162,8 @@ def route(logits: Tensor, spec: Moe, correction: Tensor | None) -> tuple[Tensor,
     return ids, weights
 
 
-_layers: weakref.WeakKeyDictionary[Heads | Experts | Layer, ctypes.Structure | None] = weakref.WeakKeyDictionary()
+_layers: weakref.WeakKeyDictionary[Heads | Dense | Experts | Layer, ctypes.Structure | None]
+_layers = weakref.WeakKeyDictionary()
 """What is the same for all tokens of a layer, described once."""
 
 
@@ -194,7 +202,7 @@ def attention(
     scale: float | None, sinks: Tensor | None,
 ) -> Tensor:  # fmt: skip
     place, heads, dtype = _layout(layout), q.shape[1], _DTYPES.get(q.dtype)
-    if place is None or not _attends(q.dtype, heads, keys) or not (keys.is_contiguous() and values.is_contiguous()):
+    if place is None or not _attends(q.dtype, keys) or not (keys.is_contiguous() and values.is_contiguous()):
         return torch_backend.attention(q, keys, values, layout, window, scale, sinks)
     described = _describe_attention(heads, keys, window, scale, sinks, dtype)
     q, out = q.contiguous(), torch.empty_like(q, memory_format=torch.contiguous_format)
@@ -204,21 +212,41 @@ def attention(
     return out
 
 
-def _attends(dtype: torch.dtype, heads: int, keys: Tensor) -> bool:
-    """Whether there is a kernel for queries of that many heads."""
-    kv_heads, width = keys.shape[2:]
-    return dtype in _DTYPES and keys.dtype == dtype and width % 16 == 0 and width <= 512 and heads <= 128 * kv_heads
+def _attends(dtype: torch.dtype, keys: Tensor) -> bool:
+    """Whether there is a kernel for queries of such keys."""
+    width = keys.shape[-1]
+    return dtype in _DTYPES and keys.dtype == dtype and width % 16 == 0 and width <= WIDEST
 
 
 def _describe_attention(heads: int, keys: Tensor, window, scale, sinks: Tensor | None, dtype: int) -> native.Attention:
     _, block_size, kv_heads, width = keys.shape
     sinks = None if sinks is None else sinks.float().contiguous()
     found = native.Attention(
-        heads, kv_heads, width, block_size, window or 0, None if sinks is None else sinks.data_ptr(),
-        width**-0.5 if scale is None else scale, dtype,
+        heads, kv_heads, width, width, block_size, window or 0, None if sinks is None else sinks.data_ptr(),
+        width**-0.5 if scale is None else scale, dtype, dtype,
     )  # fmt: skip
     found.keep = sinks
     return found
+
+
+def latent_attention(
+    q: Tensor, entries: Tensor, up: Tensor, layout: Layout, scale: float, picks: Sequence[Tensor | None] | None
+) -> Tensor:
+    place, (heads, made, rank) = _layout(layout), up.shape
+    shared, tops = entries.shape[-1] - rank, {p.shape[1] for p in picks or () if p is not None}
+    same = q.dtype == up.dtype and entries.is_contiguous() and rank % 16 == 0 and len(tops) <= 1
+    if place is None or not same or not _attends(q.dtype, entries):
+        return torch_backend.latent_attention(q, entries, up, layout, scale, picks)
+    nope = q.shape[2] - shared
+    described = native.Latents(heads, nope, made - nope, rank, shared, entries.shape[1], scale, _DTYPES[q.dtype])
+    q, up, out = q.contiguous(), up.contiguous(), q.new_empty(len(q), heads, made - nope)
+    picked = [None if p is None else p.contiguous() for p in picks or ()]
+    addresses = (ctypes.c_void_p * len(picked))(*(None if p is None else p.data_ptr() for p in picked))
+    _check(_attend_latents(
+        ctypes.addressof(described), place.address, q.data_ptr(), entries.data_ptr(), up.data_ptr(),
+        addresses if tops else None, max(tops, default=0), out.data_ptr(),
+    ))  # fmt: skip
+    return out
 
 
 _layouts: weakref.WeakKeyDictionary[Layout, native.Layout | None] = weakref.WeakKeyDictionary()
@@ -266,6 +294,45 @@ def _made_for(q: Tensor, keys: Tensor, rotation: tuple[Tensor, Tensor] | None) -
     return q.dtype, q.shape[1], keys.shape[1:], rotation[0].shape[1] if rotation else 0
 
 
+def dense(x: Tensor, dense: Dense) -> Tensor | None:
+    if dense not in _layers:
+        _layers[dense] = _describe_dense(dense)
+    place, dtype = _layers[dense], _DTYPES.get(x.dtype)
+    if place is None or dtype is None:
+        return None
+    x, out = x.contiguous(), torch.empty_like(x, memory_format=torch.contiguous_format)
+    _check(_dense(ctypes.addressof(place), x.data_ptr(), x.shape[0], dtype, out.data_ptr()))
+    return out
+
+
+def _describe_dense(d: Dense) -> native.Dense | None:
+    described = _describe_projections([d.gate, d.up, d.down])
+    if described is None:
+        return None
+    weights, biases = described
+    found = native.Dense(weights, biases, *_clamp(d.activation))
+    found.keep = biases
+    return found
+
+
+def _describe_projections(parts: Sequence[Projection | None]) -> tuple[ctypes.Array, ctypes.Array] | None:
+    """(weights, biases); None where one has no kernel. A projection that is not there is null."""
+    places = [part and _place(part[0]) for part in parts]
+    if 0 in places:
+        return None
+    vectors = [_vector(part and part[1]) for part in parts]
+    biases = (native.Vector * len(parts))(*vectors)
+    biases.keep = vectors
+    return (ctypes.c_void_p * len(parts))(*places), biases
+
+
+def _vector(x: Tensor | None) -> native.Vector:
+    address, dtype, kept = _bias(x)
+    found = native.Vector(address, dtype)
+    found.keep = kept
+    return found
+
+
 def routed(x: Tensor, experts: Experts) -> Tensor | None:
     if experts not in _layers:
         _layers[experts] = _describe_experts(experts)
@@ -279,60 +346,85 @@ def routed(x: Tensor, experts: Experts) -> Tensor | None:
 
 def _describe_experts(e: Experts) -> native.Experts | None:
     places = [_place(w) for w in (e.router, e.gate_up, e.down)]
-    if not all(places):
+    shared = None if e.shared is None else _describe_dense(e.shared)
+    gate = None if e.shared_gate is None else _place(e.shared_gate)
+    if not all(places) or (e.shared is not None and shared is None) or gate == 0:
         return None
     router = native.describe_router(e.spec, e.correction)
-    biases = [_bias(bias) for bias in (e.router_bias, e.gate_up_bias, e.down_bias)]
-    vectors = [native.Vector(address, dtype) for address, dtype, _ in biases]
-    found = native.Experts(*places, ctypes.addressof(router), *vectors, *_clamp(e.spec.activation))
-    found.keep = router, biases
+    biases = [_vector(bias) for bias in (e.router_bias, e.gate_up_bias, e.down_bias)]
+    found = native.Experts(
+        *places, ctypes.addressof(router), *biases, *_clamp(e.spec.activation), _address(shared), gate
+    )
+    found.keep = router, biases, shared
     return found
 
 
 def layer(
-    x: Tensor, layer: Layer, keys: Tensor, values: Tensor, layout: Layout, rotation: tuple[Tensor, Tensor] | None
+    x: Tensor, layer: Layer, pools: Sequence[Tensor], layout: Layout, rotation: tuple[Tensor, Tensor] | None
 ) -> Tensor | None:
     where = _layout(layout)
-    if where is None:
+    if where is None or not all(pool.is_contiguous() for pool in pools):
         return None
+    pool, turned = pools[0], 2 * rotation[0].shape[1] if rotation else 0
+    made_for = x.dtype, pool.dtype, pool.shape[1:], turned
     if layer not in _layers:
-        _layers[layer] = _describe_layer(x, layer, keys, values, rotation)
-    place, turned = _layers[layer], rotation[0].shape[1] if rotation else 0
-    if place is None or place.made_for != (x.dtype, keys.dtype, keys.shape[1:], turned):
-        return None
-    if not (keys.is_contiguous() and values.is_contiguous()):
+        _layers[layer] = place = _describe_layer(x, layer, pool, rotation)
+        if place is not None:
+            place.made_for = made_for
+    place = _layers[layer]
+    if place is None or place.made_for != made_for:
         return None
     out, slots = x.clone(memory_format=torch.contiguous_format), layout.slots.contiguous()
     (cosines, sines), _kept = _angles(rotation)
+    addresses = [pool.data_ptr() for pool in pools]
     _check(_layer_step(
-        place.address, where.address, out.data_ptr(), x.shape[0], cosines, sines,
-        slots.data_ptr(), keys.data_ptr(), values.data_ptr(),
+        ctypes.addressof(place), where.address, out.data_ptr(), x.shape[0], cosines, sines, slots.data_ptr(),
+        addresses[0], addresses[-1],
     ))  # fmt: skip
     return out
 
 
 def _describe_layer(
-    x: Tensor, layer: Layer, keys: Tensor, values: Tensor, rotation: tuple[Tensor, Tensor] | None
+    x: Tensor, layer: Layer, pool: Tensor, rotation: tuple[Tensor, Tensor] | None
 ) -> native.Layer | None:
     """None where one of its parts has no kernel."""
-    projections = [*layer.qkv, layer.output]
-    places, rows = [_place(w) for w, _ in projections], layer.qkv[0][0].shape[0]
-    norms, count = (layer.input_norm, layer.post_norm), rows // keys.shape[3]
-    if not _attends(x.dtype, count, keys) or not all(places) or any(n.dtype not in _DTYPES for n in norms):
+    a, m = layer.attention, layer.mlp
+    grouped = _describe_grouped(x, a, pool, rotation) if isinstance(a, Grouped) else None
+    latent = _describe_latent(x, a, pool, rotation) if isinstance(a, Latent) else None
+    experts = _describe_experts(m) if isinstance(m, Experts) else None
+    dense = _describe_dense(m) if isinstance(m, Dense) else None
+    attention, mlp, norms = grouped or latent, experts or dense, (layer.input_norm, layer.post_norm)
+    if attention is None or mlp is None or any(norm.dtype not in _DTYPES for norm in norms):
         return None
-    heads = _describe_heads(x.new_empty(1, rows), keys, rotation, layer.heads)
-    experts = _describe_experts(layer.experts)
-    if heads is None or experts is None:
+    kept = [_vector(norm) for norm in norms], grouped, latent, experts, dense
+    found = native.Layer(*kept[0], *map(_address, kept[1:]), layer.eps, _DTYPES[x.dtype])
+    found.keep = kept
+    return found
+
+
+def _describe_grouped(
+    x: Tensor, a: Grouped, keys: Tensor, rotation: tuple[Tensor, Tensor] | None
+) -> native.Grouped | None:
+    rows, h = a.qkv[0][0].shape[0], a.heads
+    described = _describe_projections([*a.qkv, a.output])
+    heads = _describe_heads(x.new_empty(1, rows), keys, rotation, h)
+    if described is None or heads is None or not _attends(x.dtype, keys):
         return None
-    h = layer.heads
-    attended = _describe_attention(count, keys, h.window, h.scale, h.sinks, _DTYPES[x.dtype])
-    vectors = [_bias(v) for v in (*norms, *(bias for _, bias in projections))]
-    norm_vectors, biases = vectors[:2], vectors[2:]
-    found = native.Layer(
-        *(native.Vector(address, kind) for address, kind, _ in norm_vectors), (ctypes.c_void_p * 4)(*places),
-        (native.Vector * 4)(*(native.Vector(address, kind) for address, kind, _ in biases)),
-        ctypes.addressof(heads), ctypes.addressof(attended), ctypes.addressof(experts), layer.eps,
-    )  # fmt: skip
-    found.keep = heads, attended, experts, vectors
-    found.address, found.made_for = ctypes.addressof(found), (x.dtype, keys.dtype, keys.shape[1:], heads.rotated // 2)
+    attended = _describe_attention(rows // keys.shape[3], keys, h.window, h.scale, h.sinks, _DTYPES[x.dtype])
+    found = native.Grouped(*described, ctypes.addressof(heads), ctypes.addressof(attended))
+    found.keep = heads, attended, described
+    return found
+
+
+def _describe_latent(x: Tensor, a: Latent, entries: Tensor, rotation: tuple[Tensor, Tensor]) -> native.Latent | None:
+    (heads, made, rank), (_, block_size, width) = a.up.shape, entries.shape
+    shared, described = width - rank, _describe_projections([a.q_down, a.q_up, a.kv_down, a.output])
+    fits = a.up.dtype == x.dtype and rank % 16 == 0 and 2 * rotation[0].shape[1] == shared
+    if described is None or not fits or not _attends(x.dtype, entries):
+        return None
+    nope, up = a.q_up[0].shape[0] // heads - shared, a.up.contiguous()
+    norms = [_vector(norm) for norm in (a.q_norm, a.kv_norm)]
+    latents = native.Latents(heads, nope, made - nope, rank, shared, block_size, a.scale, _DTYPES[x.dtype])
+    found = native.Latent(*described, *norms, up.data_ptr(), ctypes.addressof(latents), a.eps, a.interleaved)
+    found.keep = described, norms, up, latents
     return found

@@ -95,6 +95,9 @@ constexpr int REGISTER = 4;
 #endif
 typedef float Lanes __attribute__((vector_size(4 * REGISTER)));
 
+// Rows, or registers of one, that go with four queries: as many sums as a processor has registers for.
+constexpr int TOGETHER = REGISTER == 16 ? 4 : 2;
+
 inline Lanes lanes(const float* p) {
   Lanes v;
   std::memcpy(&v, p, sizeof v);
@@ -110,31 +113,71 @@ inline float sum_of(const Lanes& v) {
   return (sum[0] + sum[2]) + (sum[1] + sum[3]);
 }
 
-// scores[n] = rows[n] · q of up to 4 queries; rows and q have `width` values.
-template <int Q>
-void row_scores(const float* q, int64_t width, const float* rows, int64_t n, float* scores) {
-  for (int64_t i = 0; i < n; i++) {
-    Lanes sums[Q] = {};
-    for (int64_t d = 0; d < width; d += REGISTER) {
-      const Lanes row = lanes(rows + i * width + d);
-      for (int j = 0; j < Q; j++) sums[j] += row * lanes(q + j * width + d);
+// scores[j][i … i + R − 1] = those rows · q[j] of Q queries that lie `apart`; rows and q have `width` values.
+template <int Q, int R>
+void scores_of_rows(const float* q, int64_t apart, int64_t width, const float* rows, int64_t i, float* scores) {
+  Lanes sums[Q][R] = {};
+  for (int64_t d = 0; d < width; d += REGISTER) {
+    Lanes row[R];
+    for (int r = 0; r < R; r++) row[r] = lanes(rows + (i + r) * width + d);
+    for (int j = 0; j < Q; j++) {
+      const Lanes query = lanes(q + j * apart + d);
+      for (int r = 0; r < R; r++) sums[j][r] += row[r] * query;
     }
-    for (int j = 0; j < Q; j++) scores[j * ATTEND + i] = sum_of(sums[j]);
+  }
+  for (int j = 0; j < Q; j++) {
+    for (int r = 0; r < R; r++) scores[j * ATTEND + i + r] = sum_of(sums[j][r]);
   }
 }
 
-// results[j] += Σ scores[j][i] · rows[i] of up to 4 queries, whose results lie `stride` apart.
 template <int Q>
-void add_rows(const float* scores, int64_t width, const float* rows, int64_t n, float* results, int64_t stride) {
-  for (int64_t d = 0; d < width; d += REGISTER) {
-    Lanes sums[Q];
-    for (int j = 0; j < Q; j++) sums[j] = lanes(results + j * stride + d);
-    for (int64_t i = 0; i < n; i++) {
-      const Lanes row = lanes(rows + i * width + d);
-      for (int j = 0; j < Q; j++) sums[j] += row * scores[j * ATTEND + i];
-    }
-    for (int j = 0; j < Q; j++) std::memcpy(results + j * stride + d, &sums[j], sizeof(Lanes));
+void row_scores(const float* q, int64_t apart, int64_t width, const float* rows, int64_t n, float* scores) {
+  int64_t i = 0;
+  for (; i + TOGETHER <= n; i += TOGETHER) scores_of_rows<Q, TOGETHER>(q, apart, width, rows, i, scores);
+  for (; i < n; i++) scores_of_rows<Q, 1>(q, apart, width, rows, i, scores);
+}
+
+void all_scores(const float* q, int64_t apart, int64_t queries, int64_t width, const float* rows, int64_t n,
+                float* scores) {
+  int64_t j = 0;
+  for (; j + 4 <= queries; j += 4) row_scores<4>(q + j * apart, apart, width, rows, n, scores + j * ATTEND);
+  for (; j < queries; j++) row_scores<1>(q + j * apart, apart, width, rows, n, scores + j * ATTEND);
+}
+
+// results[j] += Σ scores[j][i] · rows[i] of Q queries, whose results lie `apart`, and of D registers of rows, which lie
+// `row` values apart.
+template <int Q, int D>
+void add_columns(const float* scores, const float* rows, int64_t row, int64_t n, float* results, int64_t apart) {
+  Lanes sums[Q][D];
+  for (int j = 0; j < Q; j++) {
+    for (int d = 0; d < D; d++) sums[j][d] = lanes(results + j * apart + d * REGISTER);
   }
+  for (int64_t i = 0; i < n; i++) {
+    Lanes values[D];
+    for (int d = 0; d < D; d++) values[d] = lanes(rows + i * row + d * REGISTER);
+    for (int j = 0; j < Q; j++) {
+      for (int d = 0; d < D; d++) sums[j][d] += values[d] * scores[j * ATTEND + i];
+    }
+  }
+  for (int j = 0; j < Q; j++) std::memcpy(results + j * apart, sums[j], sizeof sums[j]);
+}
+
+// The same of all `width` values of rows.
+template <int Q>
+void add_rows(const float* scores, int64_t width, const float* rows, int64_t row, int64_t n, float* results,
+              int64_t apart) {
+  int64_t d = 0;
+  for (; d + TOGETHER * REGISTER <= width; d += TOGETHER * REGISTER) {
+    add_columns<Q, TOGETHER>(scores, rows + d, row, n, results + d, apart);
+  }
+  for (; d < width; d += REGISTER) add_columns<Q, 1>(scores, rows + d, row, n, results + d, apart);
+}
+
+void add_all_rows(const float* scores, int64_t queries, int64_t width, const float* rows, int64_t row, int64_t n,
+                  float* results, int64_t apart) {
+  int64_t j = 0;
+  for (; j + 4 <= queries; j += 4) add_rows<4>(scores + j * ATTEND, width, rows, row, n, results + j * apart, apart);
+  for (; j < queries; j++) add_rows<1>(scores + j * ATTEND, width, rows, row, n, results + j * apart, apart);
 }
 
 // Logits become weights relative to the largest so far, and the result so far is brought to the same.
@@ -150,26 +193,47 @@ inline void weigh(float* scores, int64_t n, float* result, int64_t width) {
   }
 }
 
-void attend(const float* q, int64_t queries, int64_t width, const void* keys, const void* values, int64_t stride,
-            int32_t dtype, int64_t n, float* results) {
-  alignas(64) float rows[ATTEND * ATTEND_WIDTH], scores[ATTEND_QUERIES * ATTEND];
-  const int64_t item = dtype == TP_FLOAT ? 4 : 2, result = width + 2, by_four = queries / 4 * 4;
-  const auto plain = [&](const void* from, const void* next) {
-    for (int64_t i = 0; i < n; i++) {
-      const int64_t place = i * stride * item;
-      for (int64_t line = 0; line < width * item; line += 64) __builtin_prefetch(static_cast<const char*>(next) + place + line);
-      load(static_cast<const char*>(from) + place, dtype, rows + i * width, width);
-    }
-  };
-  // Rows of one head lie apart, which the processor does not foresee. Blocks mostly follow each other.
-  plain(keys, values);
-  for (int64_t j = 0; j < by_four; j += 4) row_scores<4>(q + j * width, width, rows, n, scores + j * ATTEND);
-  for (int64_t j = by_four; j < queries; j++) row_scores<1>(q + j * width, width, rows, n, scores + j * ATTEND);
-  for (int64_t j = 0; j < queries; j++) weigh(scores + j * ATTEND, n, results + j * result, width);
-  plain(values, static_cast<const char*>(keys) + n * stride * item);
-  for (int64_t j = 0; j < by_four; j += 4) add_rows<4>(scores + j * ATTEND, width, rows, n, results + j * result + 2, result);
-  for (int64_t j = by_four; j < queries; j++) add_rows<1>(scores + j * ATTEND, width, rows, n, results + j * result + 2, result);
+inline int64_t bytes_apart(const Rows& rows) { return rows.stride * (rows.dtype == TP_FLOAT ? 4 : 2); }
+
+// Rows as float32 [n, width], while those at `next` are fetched: they lie apart, which the processor does not foresee.
+inline void plain_rows(const Rows& rows, int64_t width, const void* next, float* out) {
+  const int64_t apart = bytes_apart(rows), bytes = width * (rows.dtype == TP_FLOAT ? 4 : 2);
+  for (int64_t i = 0; i < rows.n; i++) {
+    const char* ahead = static_cast<const char*>(next) + i * apart;
+    for (int64_t line = 0; line < bytes; line += 64) __builtin_prefetch(ahead + line);
+    load(static_cast<const char*>(rows.data) + i * apart, rows.dtype, out + i * width, width);
+  }
 }
+
+inline const void* behind(const Rows& rows) {
+  return static_cast<const char*>(rows.data) + rows.n * bytes_apart(rows);
+}
+
+void attend_positions(const float* q, int64_t queries, int64_t width, Rows keys, const void* values,
+                      int64_t value_width, float* results) {
+  alignas(64) float rows[ATTEND * ATTEND_WIDTH], scores[ATTEND_QUERIES * ATTEND];
+  const int64_t result = value_width + 2;
+  const bool same = values == keys.data;
+  plain_rows(keys, width, same ? behind(keys) : values, rows);  // blocks mostly follow each other
+  all_scores(q, width, queries, width, rows, keys.n, scores);
+  for (int64_t j = 0; j < queries; j++) weigh(scores + j * ATTEND, keys.n, results + j * result, value_width);
+  if (!same) plain_rows({values, keys.stride, keys.dtype, keys.n}, value_width, behind(keys), rows);
+  add_all_rows(scores, queries, value_width, rows, same ? width : value_width, keys.n, results + 2, result);
+}
+
+void row_products(Rows rows, int64_t width, const float* x, int64_t apart, int64_t vectors, float* out) {
+  alignas(64) float plain[ATTEND * ATTEND_WIDTH];
+  plain_rows(rows, width, behind(rows), plain);
+  all_scores(x, apart, vectors, width, plain, rows.n, out);
+}
+
+void row_sums(Rows rows, int64_t width, const float* factors, int64_t vectors, float* totals, int64_t apart) {
+  alignas(64) float plain[ATTEND * ATTEND_WIDTH];
+  plain_rows(rows, width, behind(rows), plain);
+  add_all_rows(factors, vectors, width, plain, width, rows.n, totals, apart);
+}
+
+constexpr Attend attend = {attend_positions, row_products, row_sums};
 
 }  // namespace
 }  // namespace tp

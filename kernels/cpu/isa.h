@@ -26,7 +26,29 @@ struct Tiles {
                    int64_t stride);
 };
 
-constexpr int64_t ATTEND = 32, ATTEND_WIDTH = 512, ATTEND_QUERIES = 128;  // positions, values and queries at most
+constexpr int64_t ATTEND = 32, ATTEND_WIDTH = 576, ATTEND_QUERIES = 32;  // rows, values and queries at most
+
+// n ≤ ATTEND rows that lie `stride` items apart.
+struct Rows {
+  const void* data;
+  int64_t stride;
+  int32_t dtype;
+  int64_t n;
+};
+
+// Work on rows of up to ATTEND_WIDTH values, a multiple of 16, with up to ATTEND_QUERIES vectors.
+struct Attend {
+  // Adds positions of one head of keys and values to what `queries` of `width` values have so far: results
+  // [queries, 2 + value_width] are the largest logit, the sum of weights, and the weighted values. `values` may be the
+  // keys: then they are the first value_width of these.
+  void (*positions)(const float* q, int64_t queries, int64_t width, Rows keys, const void* values, int64_t value_width,
+                    float* results);
+
+  // out[v · ATTEND + i] = rows[i] · x[v], and totals[v] += Σ_i factors[v · ATTEND + i] · rows[i]; vectors x and totals
+  // lie `apart`.
+  void (*products)(Rows rows, int64_t width, const float* x, int64_t apart, int64_t vectors, float* out);
+  void (*sums)(Rows rows, int64_t width, const float* factors, int64_t vectors, float* totals, int64_t apart);
+};
 
 struct Isa {
   const char* name;
@@ -51,10 +73,7 @@ struct Isa {
   // Reads memory and does nothing else.
   uint64_t (*read)(const void* data, int64_t bytes);
 
-  // Adds n ≤ ATTEND positions of one head of keys and values, `stride` items apart, to what `queries` of `width` values
-  // have so far: results [queries, 2 + width] are the largest logit, the sum of weights, and the weighted values.
-  void (*attend)(const float* q, int64_t queries, int64_t width, const void* keys, const void* values, int64_t stride,
-                 int32_t dtype, int64_t n, float* results);
+  Attend attend;
 
   const Tiles* tiles;  // null where there are none
 };

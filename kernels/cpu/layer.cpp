@@ -1,6 +1,6 @@
 #include "layer.h"
 
-#include <algorithm>
+#include <cmath>
 #include <vector>
 
 #include "moe.h"
@@ -9,52 +9,101 @@
 namespace tp {
 namespace {
 
-// total = total + x, rounded once; n values of dtype.
-void add(void* total, const void* x, int64_t n, int32_t dtype) {
-  constexpr int64_t STEP = 1024;
-  float a[STEP], b[STEP];
-  for (int64_t i = 0; i < n; i += STEP) {
-    const int64_t count = std::min(STEP, n - i);
-    isa().load(at(total, dtype, i), dtype, a, count);
-    isa().load(at(x, dtype, i), dtype, b, count);
-    isa().add_scaled(a, b, 1.0f, count);
-    isa().store(a, dtype, at(total, dtype, i), count);
-  }
+// The shared experts' part of `total` [tokens, h]. exact: x in float32, in which a gate is computed as a router is.
+void add_shared(const tp_experts& e, const void* x, const float* exact, int64_t tokens, int32_t dtype, void* total) {
+  const int64_t h = e.down->n;
+  std::vector<char> part(tokens * h * item_bytes(dtype));
+  std::vector<float> gates(e.shared_gate ? tokens : 0);
+  dense(*e.shared, x, tokens, dtype, part.data());
+  if (e.shared_gate) linear(*e.shared_gate, exact, tokens, TP_FLOAT, {}, gates.data());
+  for (float& gate : gates) gate = 1.0f / (1.0f + std::exp(-gate));
+  add(total, part.data(), tokens, h, dtype, e.shared_gate ? gates.data() : nullptr);
 }
 
 }  // namespace
 
-bool routed(const tp_experts& e, const void* x, int64_t tokens, int32_t dtype, void* out) {
-  const int64_t h = e.down->n, experts = e.router->experts, chosen = e.router->chosen;
-  std::vector<float> exact(dtype == TP_FLOAT ? 0 : tokens * h), logits(tokens * experts), weights(tokens * chosen);
-  std::vector<int64_t> ids(tokens * chosen);
-  if (dtype != TP_FLOAT) isa().load(x, dtype, exact.data(), tokens * h);
-  linear(*e.router_weight, dtype == TP_FLOAT ? x : exact.data(), tokens, TP_FLOAT, e.router_bias, logits.data());
-  route(logits.data(), tokens, *e.router, ids.data(), weights.data());
-  Moe moe(*e.gate_up, *e.down, {e.limit, e.alpha, e.shift}, e.gate_up_bias, e.down_bias);
-  return moe.run(x, ids.data(), weights.data(), tokens, chosen, dtype, out);
+void dense(const tp_dense& d, const void* x, int64_t tokens, int32_t dtype, void* out) {
+  const int64_t n = d.weights[2]->k;
+  std::vector<char> room(2 * tokens * n * item_bytes(dtype));
+  void *gate = room.data(), *up = at(gate, dtype, tokens * n);
+  linear(*d.weights[0], x, tokens, dtype, d.biases[0], gate);
+  linear(*d.weights[1], x, tokens, dtype, d.biases[1], up);
+  swiglu(gate, up, tokens, n, dtype, {d.limit, d.alpha, d.shift});
+  linear(*d.weights[2], gate, tokens, dtype, d.biases[2], out);
 }
 
-bool layer(const tp_layer& l, const tp_layout& layout, void* x, int64_t tokens, const float* cosines, const float* sines,
-           const int64_t* slots, void* keys, void* values) {
-  const tp_heads& heads = *l.heads;
+bool routed(const tp_experts& e, const void* x, int64_t tokens, int32_t dtype, void* out) {
+  const int64_t h = e.down->n, experts = e.router->experts, chosen = e.router->chosen;
+  std::vector<float> wide(dtype == TP_FLOAT ? 0 : tokens * h), logits(tokens * experts), weights(tokens * chosen);
+  std::vector<int64_t> ids(tokens * chosen);
+  if (dtype != TP_FLOAT) isa().load(x, dtype, wide.data(), tokens * h);
+  const float* exact = dtype == TP_FLOAT ? static_cast<const float*>(x) : wide.data();
+  linear(*e.router_weight, exact, tokens, TP_FLOAT, e.router_bias, logits.data());
+  route(logits.data(), tokens, *e.router, ids.data(), weights.data());
+  Moe moe(*e.gate_up, *e.down, {e.limit, e.alpha, e.shift}, e.gate_up_bias, e.down_bias);
+  if (!moe.run(x, ids.data(), weights.data(), tokens, chosen, dtype, out)) return false;
+  if (e.shared) add_shared(e, x, exact, tokens, dtype, out);
+  return true;
+}
+
+namespace {
+
+// x and out [tokens, h].
+void grouped(const tp_grouped& g, const Step& step, const void* x, void* out) {
+  const tp_heads& heads = *g.heads;
   const int32_t dtype = heads.dtype;
-  const int64_t h = l.weights[0]->k, width = heads.heads * heads.width, kv = heads.kv_heads * heads.width;
-  std::vector<char> room(tokens * (2 * h + 2 * width + 2 * kv) * item_bytes(dtype));
-  void *y = room.data(), *z = at(y, dtype, tokens * h), *q = at(z, dtype, tokens * h), *turned = at(q, dtype, tokens * width);
-  void *k = at(turned, dtype, tokens * width), *v = at(k, dtype, tokens * kv);
-
-  rms_norm(x, tokens, h, dtype, l.input_norm, l.eps, y);
+  const int64_t width = step.tokens * heads.heads * heads.width, kv = step.tokens * heads.kv_heads * heads.width;
+  std::vector<char> room((2 * width + 2 * kv) * item_bytes(dtype));
+  void *q = room.data(), *turned = at(q, dtype, width), *k = at(turned, dtype, width), *v = at(k, dtype, kv);
   void* projected[] = {q, k, v};
-  for (int i = 0; i < 3; i++) linear(*l.weights[i], y, tokens, dtype, l.biases[i], projected[i]);
-  place_heads(heads, tokens, q, k, v, cosines, sines, slots, turned, keys, values);
-  attention(*l.attention, layout, turned, keys, values, q);
-  linear(*l.weights[3], q, tokens, dtype, l.biases[3], y);
-  add(x, y, tokens * h, dtype);
+  for (int i = 0; i < 3; i++) linear(*g.weights[i], x, step.tokens, dtype, g.biases[i], projected[i]);
+  void *keys = step.pools[0], *values = step.pools[1];
+  place_heads(heads, step.tokens, q, k, v, step.cosines, step.sines, step.slots, turned, keys, values);
+  attention(*g.attention, step.layout, turned, keys, values, q);
+  linear(*g.weights[3], q, step.tokens, dtype, g.biases[3], out);
+}
 
-  rms_norm(x, tokens, h, dtype, l.post_norm, l.eps, y);
-  if (!routed(*l.experts, y, tokens, dtype, z)) return false;
-  add(x, z, tokens * h, dtype);
+// The same by latents, of as many queries.
+void latent(const tp_latent& g, const Step& step, const void* x, void* out) {
+  enum { Q_DOWN, Q_UP, KV_DOWN, OUTPUT };
+  const tp_latents& l = *g.latents;
+  const int64_t rank = g.weights[Q_UP]->k, width = g.weights[Q_UP]->n, entry = l.rank + l.shared;
+  const int64_t tokens = step.tokens, made = l.heads * l.value;
+  std::vector<char> room(tokens * (2 * rank + width + entry + made) * item_bytes(l.dtype));
+  void *down = room.data(), *normed = at(down, l.dtype, tokens * rank), *q = at(normed, l.dtype, tokens * rank);
+  void *kv = at(q, l.dtype, tokens * width), *heads = at(kv, l.dtype, tokens * entry);
+  const auto project = [&](int i, const void* from, void* to) {
+    linear(*g.weights[i], from, tokens, l.dtype, g.biases[i], to);
+  };
+  if (g.weights[Q_DOWN]) {
+    project(Q_DOWN, x, down);
+    rms_norm(down, tokens, rank, l.dtype, g.q_norm, g.eps, normed);
+  }
+  project(Q_UP, g.weights[Q_DOWN] ? normed : x, q);
+  project(KV_DOWN, x, kv);
+  const Turn turn{l.shared, g.interleaved, step.cosines, step.sines, l.dtype};
+  turn_ends(turn, tokens, l.heads, l.nope + l.shared, q);
+  turn_ends(turn, tokens, 1, entry, kv);
+  place_latents(l, tokens, kv, g.kv_norm, g.eps, step.slots, step.pools[0]);
+  latent_attention(l, step.layout, q, step.pools[0], g.up, {}, heads);
+  project(OUTPUT, heads, out);
+}
+
+}  // namespace
+
+bool layer(const tp_layer& l, const Step& step, void* x) {
+  const int64_t h = (l.grouped ? l.grouped->weights[3] : l.latent->weights[3])->n, tokens = step.tokens;
+  std::vector<char> room(2 * tokens * h * item_bytes(l.dtype));
+  void *y = room.data(), *z = at(y, l.dtype, tokens * h);
+  rms_norm(x, tokens, h, l.dtype, l.input_norm, l.eps, y);
+  if (l.grouped) grouped(*l.grouped, step, y, z);
+  else latent(*l.latent, step, y, z);
+  add(x, z, tokens, h, l.dtype);
+
+  rms_norm(x, tokens, h, l.dtype, l.post_norm, l.eps, y);
+  if (l.dense) dense(*l.dense, y, tokens, l.dtype, z);
+  else if (!routed(*l.experts, y, tokens, l.dtype, z)) return false;
+  add(x, z, tokens, h, l.dtype);
   return true;
 }
 

@@ -1,40 +1,80 @@
-// A whole layer of grouped-query attention and routed experts, for few tokens.
+// A whole layer of attention and a feed-forward block, for few tokens.
 #pragma once
 #include <cstdint>
 
 #include "attention.h"
+#include "latents.h"
 #include "small_ops.h"
 #include "weight.h"
 
 extern "C" {
 
-// A router [experts, h] and its experts, see Ops.routed.
+// Weights and biases of gate, up and down, see Ops.dense.
+struct tp_dense {
+  const tp_weight* weights[3];
+  tp_vector biases[3];
+  float limit, alpha, shift;
+};
+
+// A router [experts, h] and its experts, see Ops.routed. shared and its gate [1, h] may be null.
 struct tp_experts {
   const tp_weight *router_weight, *gate_up, *down;
   const tp_router* router;
   tp_vector router_bias, gate_up_bias, down_bias;
   float limit, alpha, shift;
+  const tp_dense* shared;
+  const tp_weight* shared_gate;
 };
 
-// See ops.Layer. Weights and biases of queries, keys, values and output; norms [h].
-struct tp_layer {
-  tp_vector input_norm, post_norm;
+// See ops.Grouped. Weights and biases of queries, keys, values and output.
+struct tp_grouped {
   const tp_weight* weights[4];
   tp_vector biases[4];
   const tp_heads* heads;
   const tp_attention* attention;
-  const tp_experts* experts;
+};
+
+// See ops.Latent. Weights and biases of q_down, q_up, kv_down and output; q_down is null where there is none.
+struct tp_latent {
+  const tp_weight* weights[4];
+  tp_vector biases[4];
+  tp_vector q_norm, kv_norm;
+  const void* up;
+  const tp_latents* latents;
   float eps;
+  int32_t interleaved;
+};
+
+// See ops.Layer. Norms [h]; one of grouped and latent, and one of experts and dense.
+struct tp_layer {
+  tp_vector input_norm, post_norm;
+  const tp_grouped* grouped;
+  const tp_latent* latent;
+  const tp_experts* experts;
+  const tp_dense* dense;
+  float eps;
+  int32_t dtype;
 };
 }
 
 namespace tp {
 
+// x and out [tokens, h].
+void dense(const tp_dense& d, const void* x, int64_t tokens, int32_t dtype, void* out);
+
 // x and out [tokens, h]. False, and out undefined, if the router picked no expert that exists.
 bool routed(const tp_experts& experts, const void* x, int64_t tokens, int32_t dtype, void* out);
 
-// x [tokens, h] becomes what the layer makes of it. The rest is as in place_heads and attention.
-bool layer(const tp_layer& l, const tp_layout& layout, void* x, int64_t tokens, const float* cosines, const float* sines,
-           const int64_t* slots, void* keys, void* values);
+// What belongs to the tokens of a step: see place_heads. Pools are keys and values, or entries.
+struct Step {
+  const tp_layout& layout;
+  int64_t tokens;
+  const float *cosines, *sines;
+  const int64_t* slots;
+  void* pools[2];
+};
+
+// x [tokens, h] becomes what the layer makes of it. False, and x undefined, as for routed.
+bool layer(const tp_layer& l, const Step& step, void* x);
 
 }  // namespace tp

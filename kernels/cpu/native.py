@@ -21,7 +21,7 @@ from tutel_pack.spec import Moe
 LIBRARY = Path(os.environ.get("TUTEL_PACK_CPU_LIBRARY") or Path(__file__).resolve().parent / "libtutel_pack_cpu.so")
 """What the package's build makes where there is a compiler."""
 
-_INTERFACE = 4
+_INTERFACE = 5
 
 _BYTES, _P, _I32, _I64, _F32 = ctypes.c_char_p, ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_float
 _FUNCTIONS = {
@@ -38,6 +38,8 @@ _FUNCTIONS = {
     "tp_route": (_I32, (_P, _P, _I64, _P, _P)),
     "tp_place_heads": (_I32, (_P, _I64, _P, _P, _P, _P, _P, _P, _P, _P, _P)),
     "tp_attend": (_I32, (_P, _P, _P, _P, _P, _P)),
+    "tp_attend_latents": (_I32, (_P, _P, _P, _P, _P, _P, _I64, _P)),
+    "tp_dense_step": (_I32, (_P, _P, _I64, _I32, _P)),
     "tp_routed": (_I32, (_P, _P, _I64, _I32, _P)),
     "tp_layer_step": (_I32, (_P, _P, _P, _I64, _P, _P, _P, _P, _P)),
     "tp_read": (ctypes.c_uint64, (_P, _I64)),
@@ -193,7 +195,16 @@ class Attention(ctypes.Structure):
     """tp_attention of attention.h."""
 
     _fields_ = [
-        ("heads", _I64), ("kv_heads", _I64), ("width", _I64), ("block_size", _I64), ("window", _I64), ("sinks", _P),
+        ("heads", _I64), ("kv_heads", _I64), ("width", _I64), ("value_width", _I64), ("block_size", _I64),
+        ("window", _I64), ("sinks", _P), ("scale", _F32), ("dtype", _I32), ("cached", _I32),
+    ]  # fmt: skip
+
+
+class Latents(ctypes.Structure):
+    """tp_latents of latents.h."""
+
+    _fields_ = [
+        ("heads", _I64), ("nope", _I64), ("value", _I64), ("rank", _I64), ("shared", _I64), ("block_size", _I64),
         ("scale", _F32), ("dtype", _I32),
     ]  # fmt: skip
 
@@ -204,13 +215,34 @@ class Vector(ctypes.Structure):
     _fields_ = [("data", _P), ("dtype", _I32)]
 
 
+class Dense(ctypes.Structure):
+    """tp_dense of layer.h."""
+
+    _fields_ = [("weights", _P * 3), ("biases", Vector * 3), ("limit", _F32), ("alpha", _F32), ("shift", _F32)]
+
+
 class Experts(ctypes.Structure):
     """tp_experts of layer.h."""
 
     _fields_ = [
         ("router_weight", _P), ("gate_up", _P), ("down", _P), ("router", _P),
         ("router_bias", Vector), ("gate_up_bias", Vector), ("down_bias", Vector),
-        ("limit", _F32), ("alpha", _F32), ("shift", _F32),
+        ("limit", _F32), ("alpha", _F32), ("shift", _F32), ("shared", _P), ("shared_gate", _P),
+    ]  # fmt: skip
+
+
+class Grouped(ctypes.Structure):
+    """tp_grouped of layer.h."""
+
+    _fields_ = [("weights", _P * 4), ("biases", Vector * 4), ("heads", _P), ("attention", _P)]
+
+
+class Latent(ctypes.Structure):
+    """tp_latent of layer.h."""
+
+    _fields_ = [
+        ("weights", _P * 4), ("biases", Vector * 4), ("q_norm", Vector), ("kv_norm", Vector), ("up", _P),
+        ("latents", _P), ("eps", _F32), ("interleaved", _I32),
     ]  # fmt: skip
 
 
@@ -218,8 +250,8 @@ class Layer(ctypes.Structure):
     """tp_layer of layer.h."""
 
     _fields_ = [
-        ("input_norm", Vector), ("post_norm", Vector), ("weights", _P * 4), ("biases", Vector * 4),
-        ("heads", _P), ("attention", _P), ("experts", _P), ("eps", _F32),
+        ("input_norm", Vector), ("post_norm", Vector), ("grouped", _P), ("latent", _P), ("experts", _P), ("dense", _P),
+        ("eps", _F32), ("dtype", _I32),
     ]  # fmt: skip
 
 

@@ -54,23 +54,24 @@ void norm_row(const void* x, int64_t n, int32_t dtype, tp_vector weight, float e
   isa().store(y, dtype, out, n);
 }
 
-// One head; out may be x.
-void turn(const void* x, const tp_heads& h, const float* cosines, const float* sines, void* out) {
-  const int64_t half = h.rotated / 2, step = h.interleaved ? 2 : 1, other = h.interleaved ? 1 : half;
-  float *y = values_of(h.width), *z = y + h.width;
-  isa().load(x, h.dtype, y, h.width);
-  std::copy(y + h.rotated, y + h.width, z + h.rotated);
+// One head of token t; out may be x.
+void turn_head(const Turn& turn, int64_t t, const void* x, int64_t width, void* out) {
+  const int64_t half = turn.rotated / 2, step = turn.interleaved ? 2 : 1, other = turn.interleaved ? 1 : half;
+  const float *cosines = turn.cosines + t * half, *sines = turn.sines + t * half;
+  float *y = values_of(width), *z = y + width;
+  isa().load(x, turn.dtype, y, width);
+  std::copy(y + turn.rotated, y + width, z + turn.rotated);
   for (int64_t i = 0; i < half; i++) {
     const float a = y[i * step], b = y[i * step + other];
     z[i * step] = a * cosines[i] - b * sines[i];
     z[i * step + other] = b * cosines[i] + a * sines[i];
   }
-  isa().store(z, h.dtype, out, h.width);
+  isa().store(z, turn.dtype, out, width);
 }
 
-void place_head(const tp_heads& h, const void* x, const void* norm, const float* cosines, const float* sines, void* out) {
+void place_head(const tp_heads& h, const Turn& turn, int64_t t, const void* x, const void* norm, void* out) {
   if (norm) norm_row(x, h.width, h.dtype, {norm, h.norm_dtype}, h.eps, out);
-  if (h.rotated) turn(norm ? out : x, h, cosines, sines, out);
+  if (h.rotated) turn_head(turn, t, norm ? out : x, h.width, out);
   else if (!norm) std::memcpy(out, x, h.width * item_bytes(h.dtype));
 }
 
@@ -152,6 +153,26 @@ void rms_norm(const void* x, int64_t rows, int64_t n, int32_t dtype, tp_vector w
   for_each(rows, n, [&](int64_t i) { norm_row(at(x, dtype, i * n), n, dtype, weight, eps, at(out, dtype, i * n)); });
 }
 
+void swiglu(void* gate, const void* up, int64_t rows, int64_t n, int32_t dtype, Activation activation) {
+  for_each(rows, n, [&](int64_t i) {
+    float *g = values_of(n), *u = g + n;
+    isa().load(at(gate, dtype, i * n), dtype, g, n);
+    isa().load(at(up, dtype, i * n), dtype, u, n);
+    isa().activate(g, u, n, activation);
+    isa().store(g, dtype, at(gate, dtype, i * n), n);
+  });
+}
+
+void add(void* total, const void* x, int64_t rows, int64_t n, int32_t dtype, const float* factors) {
+  for_each(rows, n, [&](int64_t i) {
+    float *a = values_of(n), *b = a + n;
+    isa().load(at(total, dtype, i * n), dtype, a, n);
+    isa().load(at(x, dtype, i * n), dtype, b, n);
+    isa().add_scaled(a, b, factors ? factors[i] : 1.0f, n);
+    isa().store(a, dtype, at(total, dtype, i * n), n);
+  });
+}
+
 void route(const float* logits, int64_t tokens, const tp_router& r, int64_t* ids, float* weights) {
   for_each(tokens, r.experts * r.chosen, [&](int64_t t) {
     route_token(logits + t * r.experts, r, ids + t * r.chosen, weights + t * r.chosen);
@@ -160,17 +181,34 @@ void route(const float* logits, int64_t tokens, const tp_router& r, int64_t* ids
 
 void place_heads(const tp_heads& h, int64_t tokens, const void* q, const void* k, const void* v, const float* cosines,
                  const float* sines, const int64_t* slots, void* q_out, void* keys, void* values) {
-  const int64_t half = h.rotated / 2, kv = h.kv_heads * h.width;
+  const int64_t kv = h.kv_heads * h.width;
+  const Turn turn{h.rotated, h.interleaved, cosines, sines, h.dtype};
   for_each(tokens, (h.heads + 2 * h.kv_heads) * h.width, [&](int64_t t) {
-    const float *c = cosines + t * half, *s = sines + t * half;
     for (int64_t i = t * h.heads; i < (t + 1) * h.heads; i++) {
-      place_head(h, at(q, h.dtype, i * h.width), h.q_norm, c, s, at(q_out, h.dtype, i * h.width));
+      place_head(h, turn, t, at(q, h.dtype, i * h.width), h.q_norm, at(q_out, h.dtype, i * h.width));
     }
     for (int64_t i = 0; i < h.kv_heads; i++) {
       void* to = at(keys, h.dtype, slots[t] * kv + i * h.width);
-      place_head(h, at(k, h.dtype, t * kv + i * h.width), h.k_norm, c, s, to);
+      place_head(h, turn, t, at(k, h.dtype, t * kv + i * h.width), h.k_norm, to);
     }
     std::memcpy(at(values, h.dtype, slots[t] * kv), at(v, h.dtype, t * kv), kv * item_bytes(h.dtype));
+  });
+}
+
+void turn_ends(const Turn& turn, int64_t tokens, int64_t heads, int64_t width, void* x) {
+  for_each(tokens * heads, turn.rotated, [&](int64_t i) {
+    void* end = at(x, turn.dtype, (i + 1) * width - turn.rotated);
+    turn_head(turn, i / heads, end, turn.rotated, end);
+  });
+}
+
+void place_latents(const tp_latents& l, int64_t tokens, const void* x, tp_vector norm, float eps, const int64_t* slots,
+                   void* entries) {
+  const int64_t entry = l.rank + l.shared;
+  for_each(tokens, entry, [&](int64_t t) {
+    void* to = at(entries, l.dtype, slots[t] * entry);
+    std::memcpy(to, at(x, l.dtype, t * entry), entry * item_bytes(l.dtype));
+    norm_row(to, l.rank, l.dtype, norm, eps, to);
   });
 }
 

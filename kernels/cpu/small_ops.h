@@ -3,6 +3,7 @@
 #include <cstdint>
 
 #include "isa.h"
+#include "latents.h"
 #include "products.h"
 
 extern "C" {
@@ -32,6 +33,12 @@ namespace tp {
 // out[i] = x[i] / sqrt(mean(x²) + eps) · weight, each of n values.
 void rms_norm(const void* x, int64_t rows, int64_t n, int32_t dtype, tp_vector weight, float eps, void* out);
 
+// gate = activation(gate, up), both [rows, n] of dtype.
+void swiglu(void* gate, const void* up, int64_t rows, int64_t n, int32_t dtype, Activation activation);
+
+// total += factors · x, rounded once; both [rows, n] of dtype, factors [rows] or null for ones.
+void add(void* total, const void* x, int64_t rows, int64_t n, int32_t dtype, const float* factors = nullptr);
+
 // ids and weights [tokens, chosen] of logits [tokens, experts]; the best first.
 void route(const float* logits, int64_t tokens, const tp_router& router, int64_t* ids, float* weights);
 
@@ -39,5 +46,20 @@ void route(const float* logits, int64_t tokens, const tp_router& router, int64_t
 // `slots` of pools [places, kv_heads, width]. cosines and sines: [tokens, rotated / 2].
 void place_heads(const tp_heads& h, int64_t tokens, const void* q, const void* k, const void* v, const float* cosines,
                  const float* sines, const int64_t* slots, void* q_out, void* keys, void* values);
+
+// How `rotated` values are turned; cosines and sines [tokens, rotated / 2].
+struct Turn {
+  int64_t rotated;
+  int32_t interleaved;
+  const float *cosines, *sines;
+  int32_t dtype;
+};
+
+// The last values of every head of x [tokens, heads, width], turned where they are.
+void turn_ends(const Turn& turn, int64_t tokens, int64_t heads, int64_t width, void* x);
+
+// x [tokens, rank + shared], its latents normed, into the places `slots` of `entries`.
+void place_latents(const tp_latents& l, int64_t tokens, const void* x, tp_vector norm, float eps, const int64_t* slots,
+                   void* entries);
 
 }  // namespace tp

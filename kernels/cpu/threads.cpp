@@ -71,8 +71,11 @@ class Team {
 
   void run(void (*job)(void*, const Member&), void* context) {
     post(job, context);
-    job(context, Member{0, size_});
-    wait([this] { return done_.load(std::memory_order_acquire) == size_ - 1; });
+    take_part(0);
+    wait([this] { return done_.load(std::memory_order_acquire) == size_; });
+    if (!failed_.exchange(false)) return;
+    arrived_.store(0, std::memory_order_relaxed);  // some may have waited for one who never came
+    throw std::bad_alloc();
   }
 
   void barrier() {
@@ -81,11 +84,14 @@ class Team {
       arrived_.store(0, std::memory_order_relaxed);
       round_.store(round + 1, std::memory_order_release);
     } else {
-      wait([this, round] { return round_.load(std::memory_order_acquire) != round; });
+      wait([this, round] { return failed() || round_.load(std::memory_order_acquire) != round; });
     }
+    if (failed()) throw std::bad_alloc();
   }
 
  private:
+  bool failed() const { return failed_.load(std::memory_order_acquire); }
+
   void dismiss() {
     post(nullptr, nullptr);
     for (auto& worker : workers_) worker.join();
@@ -100,6 +106,15 @@ class Team {
       epoch_.fetch_add(1, std::memory_order_release);
     }
     if (sleepers_.load(std::memory_order_seq_cst)) wake_.notify_all();
+  }
+
+  void take_part(int index) {
+    try {
+      job_(context_, Member{index, size_});
+    } catch (const std::bad_alloc&) {
+      failed_.store(true, std::memory_order_release);
+    }
+    done_.fetch_add(1, std::memory_order_release);
   }
 
   // For what other members are busy with: yields where there are fewer processors than threads.
@@ -122,8 +137,7 @@ class Team {
       }
       seen = epoch_.load(std::memory_order_acquire);
       if (!job_) return;
-      job_(context_, Member{index, size_});
-      done_.fetch_add(1, std::memory_order_release);
+      take_part(index);
     }
   }
 
@@ -136,6 +150,7 @@ class Team {
   alignas(64) std::atomic<int> done_{0};
   alignas(64) std::atomic<int> arrived_{0};
   std::atomic<unsigned> round_{0};
+  std::atomic<bool> failed_{false};
   std::mutex mutex_;
   std::condition_variable wake_;
   std::vector<std::thread> workers_;

@@ -9,7 +9,7 @@ namespace tp {
 struct Member {
   int index, count;
 
-  // Returns when all members have called it.
+  // Returns when all members have called it. std::bad_alloc where one has run out of memory and will not come.
   void barrier() const;
 
   // The contiguous part of 0 … n − 1 that this member works on; parts differ by at most one `grain`.
@@ -19,7 +19,8 @@ struct Member {
 int threads();
 void set_threads(int n);
 
-// Runs job(context, member) on every thread and returns when all are done. Callers take turns.
+// Runs job(context, member) on every thread and returns when all are done. Callers take turns. A member that throws
+// std::bad_alloc ends the job for all, at their next barrier; then it is thrown here.
 void run(void (*job)(void*, const Member&), void* context);
 
 template <class Job>
@@ -28,7 +29,10 @@ void run(Job&& job) {
 }
 
 // Memory of the calling thread, aligned to 64 bytes, whose content lasts until the same slot is asked for again.
-enum Slot { SLOT_SCALES, SLOT_PRODUCTS, SLOT_PLAIN, SLOT_TILE, SLOT_SUMS, SLOT_PACKED, SLOT_INNER, SLOT_PACKED_INNER, SLOT_PIECES, SLOT_COUNT };
+enum Slot {
+  SLOT_SCALES, SLOT_PRODUCTS, SLOT_PLAIN, SLOT_TILE, SLOT_SUMS, SLOT_PACKED, SLOT_INNER, SLOT_PACKED_INNER, SLOT_PIECES,
+  SLOT_PICKED, SLOT_COUNT
+};
 void* scratch(Slot slot, size_t bytes);
 
 }  // namespace tp

@@ -49,12 +49,16 @@ for _ in range(200):
     [t.join() for t in threads]
     assert len(found) == 4 and all(torch.equal(found[0], y) for y in found) and found[0].isfinite().all()
 """
-TOO_MANY = """
+LITTLE_MEMORY = """
 import resource
 from tutel_pack.errors import ResourceError
+def limit(bytes):
+    resource.setrlimit(resource.RLIMIT_AS, (bytes, resource.getrlimit(resource.RLIMIT_AS)[1]))
+"""
+TOO_MANY = """
 native.set_threads(100_000)
 w = weight()
-resource.setrlimit(resource.RLIMIT_AS, (4 << 30, 4 << 30))
+limit(4 << 30)
 try:
     ops.linear(x, w)
 except ResourceError:
@@ -63,9 +67,45 @@ except ResourceError:
 else:
     raise SystemExit("so many threads were made")
 """
+IN_A_JOB = """
+threads, inner = {}, {}
+native.set_threads(threads)
+native.select("portable")  # whose packed vectors are as long as they need be
+gate_up, down = (encode(torch.randn(1, *shape), FORMATS["mxfp4"]) for shape in ((2 * inner, 32), (32, inner)))
+x, ids, weights = torch.randn(200_000, 32), torch.zeros(200_000, 1, dtype=torch.int64), torch.ones(200_000, 1)
+def run(n):
+    return ops.moe(x[:n], ids[:n], weights[:n], gate_up.tensor, down.tensor)
+expected = run(5)  # and there is a team now
+# What the caller allocates still fits: 25 MB for each of the result, the packed x and the pieces, and the inner values
+# twice. What a member with rows needs for their products does not: 100 MB.
+used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+limit(used + (100 << 20) + 200_000 * 8 * inner)
+try:
+    run(200_000)
+except ResourceError:
+    assert torch.equal(run(5), expected)
+else:
+    raise SystemExit("there was enough memory")
+limit(resource.RLIM_INFINITY)
+assert torch.equal(run(5000)[:5], expected)
+"""
 
 
-@pytest.mark.parametrize("script", [FORK, MEET, TOO_MANY], ids=["fork", "threads that meet", "too many threads"])
-def test_in_a_process_of_its_own(script):
+def run(script: str) -> None:
     done = subprocess.run([sys.executable, "-c", SETUP + script], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("script", [FORK, MEET], ids=["fork", "threads that meet"])
+def test_in_a_process_of_its_own(script):
+    run(SETUP + script)
+
+
+def test_with_memory_for_few_threads():
+    run(SETUP + LITTLE_MEMORY + TOO_MANY)
+
+
+@pytest.mark.parametrize("inner", [32, 96])  # a third member has no rows and waits for the others; all have some
+@pytest.mark.parametrize("threads", [1, 3])
+def test_with_memory_that_runs_out_in_a_job(threads, inner):
+    run(SETUP + LITTLE_MEMORY + IN_A_JOB.format(threads, inner))

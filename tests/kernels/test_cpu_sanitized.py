@@ -14,8 +14,8 @@ import pytest
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).resolve().parents[2]
-# It lowers the limit of addresses, and AddressSanitizer ends a process that it cannot map its own tables in.
-LIMITED = "tests/kernels/test_cpu_processes.py::test_in_a_process_of_its_own[too many threads]"
+# They lower the limit of addresses, and AddressSanitizer ends a process that it cannot map its own tables in.
+LIMITED = "tests/kernels/test_cpu_processes.py::test_with_memory_"
 SANITIZE = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer", "-O1", "-g"]
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from tests.kernels.reference import ON_A_CPU, UNIT, random_packed
 from torch import Tensor
 
 from tutel_pack.kernels.cpu import native
-from tutel_pack.kernels.ops import Experts, Heads, Layer, Layout, Ops
+from tutel_pack.kernels.ops import Dense, Experts, Grouped, Heads, Latent, Layer, Layout, Ops
 from tutel_pack.spec import ClampedSwiglu, Moe, Rope, Router, Swiglu
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -117,6 +119,30 @@ def test_attend_checks_its_arguments(ops):
         case.run(ops)
 
 
+def dense_of(activation: Swiglu | ClampedSwiglu = Swiglu(), biased: bool = False, fmt: str = "fp8") -> Dense:
+    shapes = ((160, 96), (160, 96), (96, 160))
+    parts = (
+        (random_packed(fmt, shape, seed=n), normal(shape[0], dtype=torch.bfloat16, seed=n) if biased else None)
+        for n, shape in enumerate(shapes, 20)
+    )
+    return Dense(*parts, activation)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("tokens", [0, 1, 300])  # of 300, threads share the activations
+@pytest.mark.parametrize("kind", ["plain", "biased and clamped"])
+def test_dense(ops, kind, tokens, dtype):
+    dense = dense_of() if kind == "plain" else dense_of(ClampedSwiglu(0.7, 1.702, 1.0), biased=True)
+    x = normal(tokens, 96, dtype=dtype, seed=9)
+    got, expected = ops.dense(x, dense), alone(ops).dense(x, dense)
+    assert got.dtype == dtype and got.shape == x.shape
+    if tokens:
+        assert_close(got, expected)
+        for changes in ({"gate": dense.up, "up": dense.gate}, {"activation": ClampedSwiglu(0.2)}):
+            with pytest.raises(AssertionError):
+                assert_close(ops.dense(x, Dense(**{**vars(dense), **changes})), expected)
+
+
 def experts_of(router: Router, activation: Swiglu | ClampedSwiglu, biased: bool) -> Experts:
     spec = Moe(12, 3, 160, router, activation=activation, bias=biased)
     return Experts(
@@ -144,7 +170,33 @@ def test_routed(ops, kind, tokens, dtype):
         assert not torch.equal(ops.routed(x, flipped), expected)
 
 
-def layer_of(case: Attention, biased: bool) -> Layer:
+def with_shared(experts: Experts, gated: bool) -> Experts:
+    gate = normal(1, 96, dtype=torch.bfloat16, seed=31) * 0.2 if gated else None
+    return replace(experts, shared=dense_of(), shared_gate=gate)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("tokens", [0, 1, 40])
+@pytest.mark.parametrize("gated", [False, True])
+def test_shared_experts(ops, gated, tokens, dtype):
+    """Against the parts they are described by, and what is none of them."""
+    experts = with_shared(experts_of(Router(), Swiglu(), False), gated)
+    x, single = normal(tokens, 96, dtype=dtype, seed=9), alone(ops)
+    got = ops.routed(x, experts)
+    assert got.dtype == dtype and got.shape == x.shape
+    if tokens:
+        shared = single.dense(x, experts.shared).double()
+        if gated:
+            shared *= torch.sigmoid(x.double() @ experts.shared_gate.double().T)
+        routed = single.routed(x, replace(experts, shared=None, shared_gate=None)).double()
+        assert_close(got, (routed + shared).to(dtype))
+        assert_close(got, single.routed(x, experts))
+        for wrong in (routed, routed + shared.flip(0) if tokens > 1 else routed + 2 * shared):
+            with pytest.raises(AssertionError):
+                assert_close(got, wrong.to(dtype))
+
+
+def layer_of(case: Attention, biased: bool, mlp: str = "experts") -> Layer:
     """Around the heads of a case, whose hidden size is 96."""
     rows = {"q": 128, "k": 64, "v": 64}
     *qkv, output = (
@@ -152,38 +204,101 @@ def layer_of(case: Attention, biased: bool) -> Layer:
         for n, shape in enumerate([*((r, 96) for r in rows.values()), (96, 128)])
     )
     experts = experts_of(Router("softmax_chosen", bias=biased), Swiglu(), biased)
+    shared, gated = with_shared(experts, False), with_shared(experts, True)
+    mlps = {"experts": experts, "shared": shared, "gated": gated, "dense": dense_of()}
     norms = (1 + 0.3 * normal(96, dtype=torch.bfloat16, seed=s) for s in (11, 12))
-    return Layer(*norms, 1e-5, qkv, output, case.heads, experts)
+    return Layer(*norms, 1e-5, Grouped(qkv, output, case.heads), mlps[mlp])
 
 
-def by_parts(ops: Ops, x: Tensor, layer: Layer, keys: Tensor, values: Tensor, case: Attention) -> Tensor:
-    q, k, v = ops.linears(ops.rms_norm(x, layer.input_norm, layer.eps), layer.qkv)
-    heads = ops.attend(q, k, v, keys, values, case.layout, case.rotation, layer.heads)
-    x = x + ops.linear(heads, *layer.output)
-    return x + ops.routed(ops.rms_norm(x, layer.post_norm, layer.eps), layer.experts)
+def by_parts(ops: Ops, x: Tensor, layer: Layer, pools: list[Tensor], case: Attention | Latents) -> Tensor:
+    attended = grouped if isinstance(layer.attention, Grouped) else latent
+    x = x + attended(ops, ops.rms_norm(x, layer.input_norm, layer.eps), layer.attention, pools, case)
+    mlp = ops.routed if isinstance(layer.mlp, Experts) else ops.dense
+    return x + mlp(ops.rms_norm(x, layer.post_norm, layer.eps), layer.mlp)
+
+
+def grouped(ops: Ops, x: Tensor, a: Grouped, pools: list[Tensor], case: Attention) -> Tensor:
+    return ops.linear(ops.attend(*ops.linears(x, a.qkv), *pools, case.layout, case.rotation, a.heads), *a.output)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", HEADS)
-def test_layer(ops, name, dtype):
+@pytest.mark.parametrize(
+    "name, mlp", [*((name, "experts") for name in HEADS), ("all", "shared"), ("all", "gated"), ("all", "dense")]
+)
+def test_layer(ops, name, mlp, dtype):
     case = Attention(dtype, **HEADS[name])
-    layer, x = layer_of(case, biased=name == "all"), normal(7, 96, dtype=dtype, seed=13)
+    layer, x = layer_of(case, name == "all", mlp), normal(7, 96, dtype=dtype, seed=13)
     before, pools = x.clone(), [[pool.clone() for pool in case.pools] for _ in range(2)]
-    got = ops.layer(x, layer, *pools[0], case.layout, case.rotation)
+    got = ops.layer(x, layer, pools[0], case.layout, case.rotation)
     assert torch.equal(x, before) and (got is None) == (ops.name == "torch")
     if got is not None:
-        expected = by_parts(ops, x, layer, *pools[1], case)
+        expected = by_parts(ops, x, layer, pools[1], case)
         assert torch.equal(got, expected) and all(torch.equal(a, b) for a, b in zip(*pools))
-        swapped = Layer(**{**vars(layer), "input_norm": layer.post_norm, "post_norm": layer.input_norm})
-        assert not torch.equal(ops.layer(x, swapped, *pools[0], case.layout, case.rotation), got)
+        swapped = replace(layer, input_norm=layer.post_norm, post_norm=layer.input_norm)
+        assert not torch.equal(ops.layer(x, swapped, pools[0], case.layout, case.rotation), got)
+
+
+class Latents:
+    """Two sequences, of 1 and 5 new tokens after 40 and none, with heads of 24 + 16, latents of 32 and values of 20."""
+
+    def __init__(self, dtype, compressed=True, biased=False, interleaved=False, fmt="fp8"):
+        def projection(rows, columns, has_bias=False):
+            bias = normal(rows, dtype=torch.bfloat16, seed=rows) if has_bias else None
+            return random_packed(fmt, (rows, columns), seed=rows), bias
+
+        q_norm, kv_norm = (1 + 0.3 * normal(n, dtype=torch.bfloat16, seed=n) for n in (64, 32))
+        self.attention = Latent(
+            projection(64, 96, biased) if compressed else None, q_norm if compressed else None,
+            projection(3 * 40, 64 if compressed else 96), projection(48, 96, biased), kv_norm,
+            (normal(3, 44, 32, seed=7) * 0.2).to(dtype), projection(96, 60, biased), 0.2, 1e-6, interleaved,
+        )  # fmt: skip
+        self.pools = [normal(5, 16, 48, dtype=dtype, seed=8)]
+        slots = torch.tensor([1 * 16 + 8, *range(3 * 16, 3 * 16 + 5)])
+        self.layout = Layout([0, 1, 6], [41, 5], [torch.tensor([4, 0, 1]), torch.tensor([3])], slots)
+        self.rotation = Ops("torch").rotation(torch.tensor([40, *range(5)]), Rope(1e4, 16, interleaved=interleaved))
+        norms = (1 + 0.3 * normal(96, dtype=torch.bfloat16, seed=s) for s in (11, 12))
+        self.layer = Layer(*norms, 1e-5, self.attention, with_shared(experts_of(Router(), Swiglu(), False), False))
+
+
+def latent(ops: Ops, x: Tensor, a: Latent, pools: list[Tensor], case: Latents) -> Tensor:
+    new, key = ops.linear(x, *a.kv_down).split([32, 16], dim=-1)
+    new = ops.rms_norm(new.contiguous(), a.kv_norm, a.eps)
+    key = ops.rope(key[:, None], case.rotation, a.interleaved)[:, 0]
+    pools[0].flatten(0, 1).index_copy_(0, case.layout.slots, torch.cat([new, key], dim=-1))
+    down = ops.rms_norm(ops.linear(x, *a.q_down), a.q_norm, a.eps) if a.q_down else x
+    nope, turned = ops.linear(down, *a.q_up).unflatten(1, (3, 40)).split([24, 16], dim=-1)
+    q = torch.cat([nope, ops.rope(turned, case.rotation, a.interleaved)], dim=-1)
+    return ops.linear(ops.latent_attention(q, pools[0], a.up, case.layout, a.scale).flatten(1), *a.output)
+
+
+LATENTS = {"compressed": {}, "plain": {"compressed": False}, "all": {"biased": True, "interleaved": True}}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", LATENTS)
+def test_layer_of_latents(ops, name, dtype):
+    case = Latents(dtype, **LATENTS[name])
+    x, pools = normal(6, 96, dtype=dtype, seed=13), [[case.pools[0].clone()] for _ in range(3)]
+    before = x.clone()
+    got = ops.layer(x, case.layer, pools[0], case.layout, case.rotation)
+    assert torch.equal(x, before) and (got is None) == (ops.name == "torch")
+    if got is not None:
+        assert_close(got, by_parts(ops, x, case.layer, pools[1], case))
+        assert_close(pools[0][0], pools[1][0])
+        a = case.attention
+        flips = {"kv_norm": a.kv_norm.flip(0)}, {"up": a.up.flip(0)}
+        for changes in ({"scale": 0.1}, {"interleaved": not a.interleaved}, *flips):
+            layer = replace(case.layer, attention=replace(a, **changes))
+            with pytest.raises(AssertionError):
+                assert_close(ops.layer(x, layer, pools[2], case.layout, case.rotation), got)
 
 
 def test_what_a_layer_leaves_to_single_operations(ops):
     case = Attention(torch.float16)
-    assert ops.layer(normal(7, 96, dtype=torch.float16), layer_of(case, False), *case.pools, case.layout, None) is None
+    assert ops.layer(normal(7, 96, dtype=torch.float16), layer_of(case, False), case.pools, case.layout, None) is None
     case = Attention(torch.float32)
     case.layout = Layout([0, 9], [9], [torch.tensor([0])], torch.arange(9))  # so many that matrices are multiplied
-    assert ops.layer(normal(9, 96), layer_of(case, False), *case.pools, case.layout, None) is None
+    assert ops.layer(normal(9, 96), layer_of(case, False), case.pools, case.layout, None) is None
 
 
 def attend_arguments(heads: int, width: int, rotated: int, dtype: torch.dtype) -> tuple:

@@ -3,12 +3,13 @@ float64, in pools that are NaN wherever no token is, with outputs that are NaN b
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 from tests.kernels import interpreted
+from tests.kernels.latents import Latents
 from tests.kernels.reference import DTYPES, tolerance, worst_tile
 from tests.kernels.test_attention import D, Case
 from tests.kernels.test_options import expected_attention
@@ -150,66 +151,9 @@ def test_pools_beyond_two_to_the_31(tmp_path):
 # Latents
 
 
-@dataclass
-class Latents:
-    """One new token of each sequence. picked: top_k positions of those that are longer, the newest among them."""
-
-    lengths: list[int]
-    heads: int = 3
-    rank: int = 24
-    shared: int = 8
-    nope: int = 12
-    v: int = 20
-    picked: int | None = None
-    block: int = 5
-    new: list[int] = field(init=False)
-
-    def build(self, dtype: torch.dtype) -> Latents:
-        g = torch.Generator().manual_seed(3)
-        self.q = torch.randn(len(self.lengths), self.heads, self.nope + self.shared, generator=g).to(dtype)
-        self.up = (torch.randn(self.heads, self.nope + self.v, self.rank, generator=g) * self.rank**-0.5).to(dtype)
-        self.rows = [torch.randn(n, self.rank + self.shared, generator=g).to(dtype) for n in self.lengths]
-        need = [-(-n // self.block) for n in self.lengths]
-        tables = torch.randperm(sum(need) + 1, generator=g)[:-1].split(need)
-        self.entries = torch.full((sum(need) + 1, self.block, self.rank + self.shared), torch.nan, dtype=dtype)
-        for table, rows in zip(tables, self.rows):
-            for position, row in enumerate(rows):
-                self.entries[table[position // self.block], position % self.block] = row
-        self.layout = Layout(list(range(len(need) + 1)), self.lengths, list(tables), torch.empty(0))
-        self.picks = [self._picks(n, g) for n in self.lengths] if self.picked else None
-        self.scale = (self.nope + self.shared) ** -0.5
-        return self
-
-    def _picks(self, length: int, g: torch.Generator) -> torch.Tensor | None:
-        if length <= self.picked:
-            return None
-        return torch.cat([torch.randperm(length - 1, generator=g)[: self.picked - 1], torch.tensor([length - 1])])[None]
-
-    def expected(self) -> np.ndarray:
-        """[S · heads, v]"""
-        out, up = [], self.up.double().numpy()
-        for s, rows in enumerate(self.rows):
-            seen = rows.double().numpy()
-            if self.picked and self.picks[s] is not None:
-                seen = seen[self.picks[s][0].numpy()]
-            for h in range(self.heads):
-                query = self.q[s, h].double().numpy()
-                keys = np.concatenate([seen[:, : self.rank] @ up[h, : self.nope].T, seen[:, self.rank :]], axis=1)
-                logits = keys @ query * self.scale
-                p = np.exp(logits - logits.max())
-                out.append(p / p.sum() @ (seen[:, : self.rank] @ up[h, self.nope :].T))
-        return np.stack(out)
-
-    def error(self, got: torch.Tensor) -> float:
-        got = got.flatten(0, 1)
-        return worst_tile(got, self.expected(), [np.array([i]) for i in range(len(got))])
-
-    def submit(self, **changes):
-        given = {name: getattr(self, name) for name in ("q", "entries", "up", "layout", "scale", "picks")} | changes
-        return interpreted.op("latent_attention", *given.values())
-
-    def limit(self) -> float:
-        return tolerance(self.q.dtype, max(self.lengths))
+def submit_latents(case: Latents, **changes):
+    given = {name: getattr(case, name) for name in ("q", "entries", "up", "layout", "scale", "picks")} | changes
+    return interpreted.op("latent_attention", *given.values())
 
 
 LATENTS = {
@@ -225,7 +169,7 @@ LATENTS = {
 @pytest.mark.parametrize("name", LATENTS)
 def test_latents(name, dtype):
     case = LATENTS[name].build(dtype)
-    got = case.submit().result()
+    got = submit_latents(case).result()
     assert got.dtype == dtype and got.shape == (len(case.lengths), case.heads, case.v)
     assert case.error(got) < case.limit()
 
@@ -246,7 +190,7 @@ def test_the_check_of_latents_sees(dtype):
         {"scale": 2 * case.scale},
         {"layout": replace(case.layout, tables=[torch.cat([table[:-1], other[:1]]), other])},
     ]
-    right, *others = [case.submit(**w) for w in ({}, *wrong)]
+    right, *others = [submit_latents(case, **w) for w in ({}, *wrong)]
     assert case.error(right.result()) < case.limit()
     for w, run in zip(wrong, others):
         assert case.error(run.result()) > case.limit(), w
@@ -258,10 +202,10 @@ def test_mixed_batches_of_latents():
     g = torch.Generator().manual_seed(5)
     q = torch.cat([one.q[:1], torch.randn(3, *one.q.shape[1:], generator=g), one.q[2:]])
     layout = replace(one.layout, starts=[0, 1, 4, 5])
-    got = one.submit(q=q, layout=layout).result()
+    got = submit_latents(one, q=q, layout=layout).result()
     expected = torch_backend.latent_attention(q, one.entries, one.up, layout, one.scale, one.picks)
     assert worst_tile(got.flatten(0, 1), expected.double().flatten(0, 1).numpy()) < one.limit()
-    assert one.error(torch.cat([got[:1], one.submit().result()[1:2], got[4:]])) < one.limit()
+    assert one.error(torch.cat([got[:1], submit_latents(one).result()[1:2], got[4:]])) < one.limit()
 
 
 # Norms and rotations

@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from tests.kernels.latents import Latents
 from tests.kernels.reference import (
     DTYPES,
     UNIT,
@@ -20,7 +21,7 @@ from tests.kernels.reference import (
 )
 from tests.kernels.test_attention import Case
 from tests.kernels.test_products import MoeCase, x_of
-from tests.kernels.test_triton_attention import DECODE, LATENTS, Latents
+from tests.kernels.test_triton_attention import DECODE, LATENTS
 from tests.kernels.test_triton_products import ACTIVATION, FORMATS_HERE, LINEAR, MOE, clamped64
 from tests.kernels.test_triton_routing import ROUTERS, route64
 
