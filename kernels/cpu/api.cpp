@@ -63,6 +63,8 @@ struct Available {
     if (cpu.amx) add(amx_isa);
     if (cpu.avx512) add(avx512_isa);
     if (cpu.avx2) add(avx2_isa);
+#elif defined(__aarch64__)
+    add(neon_isa);
 #endif
     add(portable_isa);
   }
