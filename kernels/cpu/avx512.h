@@ -22,7 +22,7 @@ struct Group {
   using X = float;
   using Raw = __m512i;
   using Sum = __m512;
-  static constexpr int vectors = V, group = 32 * V, bytes = 64;
+  static constexpr int vectors = V, group = 32 * V, items = group, bytes = 64, together = 4;
   struct Elements {
     __m512 value[2 * V];
   };
@@ -159,6 +159,56 @@ struct Nibbles : Group<4> {
   static constexpr int column(int i) { return 8 * (i % 16) + i / 16; }
 };
 
+// Each eight columns of x as whole numbers times a power of two. The largest has 22 or 23 bits: bfloat16 up to 2^14 times
+// smaller lose nothing, and what others lose is no more than float32's sums do.
+struct FixedPoint {
+  int8_t digit[3][2][64];  // to base 256, −128 … 127; [most significant first][even and odd columns]
+  int32_t start[16];       // the sum of eight times −OFFSET
+  float scale[16];         // for twice the elements
+};
+
+// A single vector: processors multiply bytes 64 at a time, of which one factor has no sign, and add up four products.
+// Elements, doubled, are whole numbers; with OFFSET they have no sign.
+constexpr int OFFSET = 16;
+
+template <class TABLE, int SPAN>
+struct Digits : Nibbles<TABLE, SPAN> {
+  using X = FixedPoint;
+  using Raw = __m512i;
+  using Group<4>::load;
+  using Group<4>::load_part;
+  static constexpr int items = 1;
+  struct Elements {
+    __m512i even, odd;
+  };
+  struct Table {
+    alignas(64) int8_t value[64];  // four times the same: the look-up takes six bits
+
+    constexpr Table() : value() {
+      for (int i = 0; i < 64; i++) value[i] = static_cast<int8_t>(2 * TABLE::value[i % 16] + OFFSET);
+    }
+  };
+
+  static Elements decode(Raw raw) {
+    static constexpr Table WHOLE;
+    const __m512i table = _mm512_load_si512(WHOLE.value);
+    return {_mm512_permutexvar_epi8(raw, table), _mm512_permutexvar_epi8(_mm512_srli_epi16(raw, 4), table)};
+  }
+
+  static __m512i dot(__m512i sum, const Elements& e, const int8_t (&digit)[2][64]) {
+    sum = _mm512_dpbusd_epi32(sum, e.even, _mm512_load_si512(digit[0]));
+    return _mm512_dpbusd_epi32(sum, e.odd, _mm512_load_si512(digit[1]));
+  }
+
+  static __m512 add(__m512 sum, const Elements& e, const X* x, __m512 scale) {
+    const __m512i high = dot(_mm512_setzero_si512(), e, x->digit[0]), middle = dot(_mm512_setzero_si512(), e, x->digit[1]);
+    const __m512i low = dot(_mm512_load_si512(x->start), e, x->digit[2]);
+    const __m512i upper = _mm512_add_epi32(_mm512_slli_epi32(high, 8), middle);
+    const __m512i whole = _mm512_add_epi32(_mm512_slli_epi32(upper, 8), low);
+    return _mm512_fmadd_ps(_mm512_cvtepi32_ps(whole), _mm512_mul_ps(scale, _mm512_load_ps(x->scale)), sum);
+  }
+};
+
 // Interleaving bytes within 128-bit lanes leaves columns 16 · l + i in vector 0 and 16 · l + 8 + i in vector 1, i < 8.
 template <int SPAN>
 struct Fp8 : Group<2> {
@@ -247,8 +297,29 @@ struct Order {
 template <class F>
 constexpr Order<F> ORDER;
 
+// How a single vector is multiplied.
+template <class F>
+struct Single {
+  using type = F;
+  static constexpr bool digits = false;
+};
+template <class TABLE, int SPAN>
+struct Single<Nibbles<TABLE, SPAN>> {
+  using type = Digits<TABLE, SPAN>;
+  static constexpr bool digits = true;
+};
+
+// A packed vector: float32, then digits where the format has a use for them.
+template <class F>
+int64_t float_bytes(const tp_weight& w) {
+  return groups<F>(w) * F::group * int64_t{sizeof(float)};
+}
+
 int64_t packed_bytes(const tp_weight& w) {
-  return with_format(w, [&](auto f) { return groups<decltype(f)>(w) * decltype(f)::group * int64_t{sizeof(float)}; });
+  return with_format(w, [&](auto f) {
+    using F = decltype(f);
+    return float_bytes<F>(w) + (Single<F>::digits ? groups<F>(w) * int64_t{sizeof(FixedPoint)} : 0);
+  });
 }
 
 template <class F>
@@ -269,20 +340,80 @@ void pack_floats(const float* x, int64_t start, int64_t k, float* out) {
   for (int i = 0; i < F::group; i++) out[i] = start + F::column(i) < k ? x[start + F::column(i)] : 0.0f;
 }
 
+// 16 columns of x as float32, zeros behind its end.
+inline __m512 load_floats(const void* x, int32_t dtype, int64_t start, int64_t k) {
+  const __mmask16 left = static_cast<__mmask16>(k - start >= 16 ? 0xffff : k > start ? (1u << (k - start)) - 1 : 0);
+  if (dtype == TP_FLOAT) return _mm512_maskz_loadu_ps(left, static_cast<const float*>(x) + start);
+  const __m256i words = _mm256_maskz_loadu_epi16(left, static_cast<const uint16_t*>(x) + start);
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(words), 16));
+}
+
+// Results of an operation of two vectors among each eight lanes, in all of these lanes.
+template <class V, class Operation>
+V of_eight(V v, Operation&& operation) {
+  v = operation(v, reinterpret_cast<V>(_mm512_shuffle_epi32(reinterpret_cast<__m512i>(v), _MM_PERM_CDAB)));
+  v = operation(v, reinterpret_cast<V>(_mm512_shuffle_epi32(reinterpret_cast<__m512i>(v), _MM_PERM_BADC)));
+  return operation(v, reinterpret_cast<V>(_mm512_shuffle_i64x2(reinterpret_cast<__m512i>(v), reinterpret_cast<__m512i>(v), 0xb1)));
+}
+
+// Columns 16 · i … 16 · i + 15 of a group: their digits in the order of columns, [digit][column].
+inline void to_digits(__m512 x, int i, uint8_t (&digits)[3][128], FixedPoint& out) {
+  const __m512i size = _mm512_and_si512(_mm512_castps_si512(x), _mm512_set1_epi32(0x7fffffff));
+  const __m512i largest = of_eight(size, [](__m512i a, __m512i b) { return _mm512_max_epu32(a, b); });
+  // Rounded up where the highest digit could become 128; what is smaller than 2^−100 counts as that.
+  __m512i exponent = _mm512_srli_epi32(_mm512_add_epi32(largest, _mm512_set1_epi32(0x20000)), 23);
+  exponent = _mm512_max_epi32(exponent, _mm512_set1_epi32(27));
+  const __m512i unit = _mm512_slli_epi32(_mm512_sub_epi32(exponent, _mm512_set1_epi32(22)), 23);
+  const __m512i inverse = _mm512_slli_epi32(_mm512_sub_epi32(_mm512_set1_epi32(276), exponent), 23);
+  const __m512i whole = _mm512_cvtps_epi32(_mm512_mul_ps(x, _mm512_castsi512_ps(inverse)));
+  __m512i left = whole;
+  for (int d = 2; d >= 0; d--) {
+    _mm_store_si128(reinterpret_cast<__m128i*>(digits[d] + 16 * i), _mm512_cvtepi32_epi8(left));
+    left = _mm512_srai_epi32(_mm512_add_epi32(left, _mm512_set1_epi32(128)), 8);
+  }
+  const __m512i sum = of_eight(whole, [](__m512i a, __m512i b) { return _mm512_add_epi32(a, b); });
+  const __m512i start = _mm512_mullo_epi32(sum, _mm512_set1_epi32(-OFFSET));
+  const __mmask16 infinite = _mm512_cmpge_epu32_mask(largest, _mm512_set1_epi32(0x7f800000));
+  __m512 scale = _mm512_mul_ps(_mm512_castsi512_ps(unit), _mm512_set1_ps(0.5f));
+  scale = _mm512_mask_mov_ps(scale, infinite, _mm512_set1_ps(__builtin_nanf("")));
+  _mm512_mask_compressstoreu_epi32(out.start + 2 * i, 0x0101, start);
+  _mm512_mask_compressstoreu_ps(out.scale + 2 * i, 0x0101, scale);
+}
+
+inline void pack_digits(const void* x, int32_t from, int64_t start, int64_t k, FixedPoint& out) {
+  alignas(64) uint8_t digits[3][128];
+  for (int i = 0; i < 8; i++) to_digits(load_floats(x, from, start + 16 * i, k), i, digits, out);
+  for (int d = 0; d < 3; d++) {
+    const __m512i low = _mm512_load_si512(digits[d]), high = _mm512_load_si512(digits[d] + 64);
+    for (int odd = 0; odd < 2; odd++) {
+      const __m256i a = _mm512_cvtepi16_epi8(_mm512_srli_epi16(low, 8 * odd));
+      const __m256i b = _mm512_cvtepi16_epi8(_mm512_srli_epi16(high, 8 * odd));
+      _mm512_store_si512(out.digit[d][odd], _mm512_inserti64x4(_mm512_castsi256_si512(a), b, 1));
+    }
+  }
+}
+
 void pack(const tp_weight& w, const void* x, int32_t from, void* out) {
   with_format(w, [&](auto f) {
     using F = decltype(f);
     float* packed = static_cast<float*>(out);
+    FixedPoint* fixed = reinterpret_cast<FixedPoint*>(static_cast<char*>(out) + float_bytes<F>(w));
     for (int64_t start = 0; start < w.k; start += F::group) {
       if (from == TP_BFLOAT16) pack_words<F>(x, start, w.k, packed + start);
       else pack_floats<F>(static_cast<const float*>(x), start, w.k, packed + start);
+      if (Single<F>::digits) pack_digits(x, from, start, w.k, *fixed++);
     }
   });
 }
 
 void dots_of_any(const Matrix& w, int64_t first, int64_t last, const void* const* xs, int vectors, float* out,
                  int64_t stride) {
-  with_format(*w.w, [&](auto f) { dots_of<decltype(f)>(w, first, last, xs, vectors, out, stride); });
+  with_format(*w.w, [&](auto f) {
+    using F = decltype(f);
+    if (!Single<F>::digits || vectors > 1) return dots_of<F>(w, first, last, xs, vectors, out, stride);
+    const void* digits = static_cast<const char*>(*xs) + float_bytes<F>(*w.w);
+    dots<typename Single<F>::type, 1>(w, first, last, &digits, out, stride);
+  });
 }
 
 }  // namespace

@@ -1,7 +1,8 @@
 // Products of packed rows with a few vectors, for any format F of an instruction set:
 //
-//   F::X                  item of a packed vector
+//   F::X, F::items        item of a packed vector, and how many of them a group has
 //   F::group, F::bytes    columns worked on at a time, and the bytes they take in a row
+//   F::together           rows worked on at a time for up to three vectors
 //   F::span               columns that one item of a row of scales stands for; 0 without scales
 //   F::Item, F::read      item of a row of scales, and how a row is read
 //   F::load, F::load_part the raw bytes of a group, whole or cut short (filled up with zeros)
@@ -21,6 +22,7 @@ namespace tp {
 namespace {
 
 constexpr int64_t AHEAD = 4096;  // bytes of a weight fetched ahead of their use; hardware stops at a page's end
+constexpr int SLACK = 64;        // items behind a row of scales
 
 template <class F>
 int64_t groups(const tp_weight& w) {
@@ -33,61 +35,81 @@ constexpr int SCALES = F::span ? F::group / (F::span ? F::span : 1) : 0;  // of 
 // Room for rows of scales; what lies behind a row's end, where a last group may look, is zero.
 template <class F>
 typename F::Item* scale_rows(const tp_weight& w, int64_t rows, int64_t& stride) {
-  stride = groups<F>(w) * SCALES<F> + 64;
+  stride = groups<F>(w) * SCALES<F> + SLACK;
   const size_t size = rows * stride * sizeof(typename F::Item);
   void* items = scratch(SLOT_SCALES, size);
   std::memset(items, 0, size);
   return static_cast<typename F::Item*>(items);
 }
 
-// Products of a row with M vectors. The vectors are a parameter pack and not a loop, so that the compiler sees sums with
+// Products of R rows with M vectors. The vectors are a parameter pack and not a loop, so that the compiler sees sums with
 // constant indices and keeps them in registers.
-template <class F, class V>
-struct Row;
+template <class F, int R, class V>
+struct Rows;
 
-template <class F, int... V>
-struct Row<F, std::integer_sequence<int, V...>> {
+template <class F, int R, int... V>
+struct Rows<F, R, std::integer_sequence<int, V...>> {
   static constexpr int count = sizeof...(V);
   using X = typename F::X;
   using Sum = typename F::Sum;
   using Item = typename F::Item;
 
+  const uint8_t* data[R];
+  const Item* scales[R];
+
   __attribute__((always_inline)) static void add(Sum (&sum)[count], const X* const (&x)[count], int64_t g,
                                                  typename F::Raw raw, const Item* scales) {
     const auto elements = F::decode(raw);
     const auto scale = F::scale(scales + g * SCALES<F>);
-    ((sum[V] = F::add(sum[V], elements, x[V] + g * F::group, scale)), ...);
+    ((sum[V] = F::add(sum[V], elements, x[V] + g * F::items, scale)), ...);
   }
 
-  // `size` bytes at `data`; out[v] are the sums over all columns.
-  static void multiply(const uint8_t* data, int64_t size, const Item* scales, const void* const* xs, float* out) {
+  // Rows of `size` bytes; out[r][v] are the sums over all columns.
+  void multiply(int64_t size, const void* const* xs, float (&out)[R][count]) const {
     const X* const x[count] = {static_cast<const X*>(xs[V])...};
-    Sum sum[count] = {((void)V, Sum{})...};
+    Sum sum[R][count] = {};
     // The last group is read as if it were cut short: nothing behind a row's end is touched by any format.
     const int64_t whole = (size - 1) / F::bytes;
     for (int64_t g = 0; g < whole; g++) {
-      __builtin_prefetch(data + g * F::bytes + AHEAD);
-      add(sum, x, g, F::load(data + g * F::bytes), scales);
+#pragma GCC unroll 4
+      for (int r = 0; r < R; r++) {
+        __builtin_prefetch(data[r] + g * F::bytes + AHEAD / R);
+        add(sum[r], x, g, F::load(data[r] + g * F::bytes), scales[r]);
+      }
     }
-    add(sum, x, whole, F::load_part(data + whole * F::bytes, size - whole * F::bytes), scales);
-    ((out[V] = F::reduce(sum[V])), ...);
+#pragma GCC unroll 4
+    for (int r = 0; r < R; r++) {
+      add(sum[r], x, whole, F::load_part(data[r] + whole * F::bytes, size - whole * F::bytes), scales[r]);
+      ((out[r][V] = F::reduce(sum[r][V])), ...);
+    }
   }
 };
 
+// Rows far apart are worked on together: memory gives several streams faster than one.
 template <class F, int M>
 void dots(const Matrix& w, int64_t first, int64_t last, const void* const* xs, float* out, int64_t stride) {
-  const int64_t size = ceil_div(w.w->k * F::bytes, F::group);
+  constexpr int R = M <= 3 ? F::together : 1;
+  const int64_t size = ceil_div(w.w->k * F::bytes, F::group), apart = ceil_div(last - first, R);
   int64_t scale_stride;
-  typename F::Item* scales = scale_rows<F>(*w.w, 1, scale_stride);
-  Matrix::Place place{0, first, 0};
-  for (int64_t row = first; row < last; row++) {
-    if (row == place.end) {
-      place = w.place(row);
-      F::read(w, place.grid_row, scales);
+  typename F::Item* scales = scale_rows<F>(*w.w, R, scale_stride);
+  Matrix::Place place[R] = {};
+  Rows<F, R, std::make_integer_sequence<int, M>> rows;
+  for (int64_t i = 0; i < apart; i++) {
+    int64_t row[R];
+    for (int r = 0; r < R; r++) {
+      row[r] = first + r * apart + i;
+      if (row[r] >= last) row[r] = last - 1;  // once more
+      rows.data[r] = w.data + row[r] * w.w->row_bytes;
+      rows.scales[r] = scales + r * scale_stride;
+      if (row[r] < place[r].end) continue;
+      place[r] = w.place(row[r]);
+      F::read(w, place[r].grid_row, scales + r * scale_stride);
     }
-    float products[M];
-    Row<F, std::make_integer_sequence<int, M>>::multiply(w.data + row * w.w->row_bytes, size, scales, xs, products);
-    for (int v = 0; v < M; v++) out[v * stride + row - first] = products[v] * place.global;
+    float products[R][M];
+    rows.multiply(size, xs, products);
+    for (int r = 0; r < R; r++) {
+      for (int v = 0; v < M; v++) out[v * stride + row[r] - first] = products[r][v] * place[r].global;
+    }
   }
 }
 

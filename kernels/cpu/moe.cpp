@@ -59,18 +59,18 @@ void Moe::for_parts(const Member& me, int64_t rows, Work&& work) const {
 
 void Moe::gate_and_up(const Part& part, const Packed& x, float* inner) const {
   const Run& run = *part.run;
-  const int64_t half = down_.k;
+  const int64_t half = down_.k, rows = rows_at_a_time(run.count);
   const Matrix matrix(gate_up_, run.expert);
-  float* gate = static_cast<float*>(scratch(SLOT_PRODUCTS, (2 * run.count + 2) * ROWS * sizeof(float)));
-  float *up = gate + run.count * ROWS, *gate_bias = up + run.count * ROWS, *up_bias = gate_bias + ROWS;
-  for (int64_t row = part.first; row < part.last; row += ROWS) {
-    const int64_t n = std::min(ROWS, part.last - row), bias = run.expert * 2 * half + row;
-    x.products(matrix, row, row + n, &token_of_[run.first], run.first, run.count, gate, ROWS);
-    x.products(matrix, half + row, half + row + n, &token_of_[run.first], run.first, run.count, up, ROWS);
+  float* gate = static_cast<float*>(scratch(SLOT_PRODUCTS, (2 * run.count + 2) * rows * sizeof(float)));
+  float *up = gate + run.count * rows, *gate_bias = up + run.count * rows, *up_bias = gate_bias + rows;
+  for (int64_t row = part.first; row < part.last; row += rows) {
+    const int64_t n = std::min(rows, part.last - row), bias = run.expert * 2 * half + row;
+    x.products(matrix, row, row + n, &token_of_[run.first], run.first, run.count, gate, rows);
+    x.products(matrix, half + row, half + row + n, &token_of_[run.first], run.first, run.count, up, rows);
     load_bias(gate_up_bias_, bias, n, gate_bias);
     load_bias(gate_up_bias_, bias + half, n, up_bias);
     for (int64_t i = 0; i < run.count; i++) {
-      float *g = gate + i * ROWS, *u = up + i * ROWS;
+      float *g = gate + i * rows, *u = up + i * rows;
       isa().add_scaled(g, gate_bias, 1.0f, n);
       isa().add_scaled(u, up_bias, 1.0f, n);
       isa().activate(g, u, n, activation_);

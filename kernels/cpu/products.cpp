@@ -64,15 +64,16 @@ int64_t tokens_at_a_time(const tp_weight& w) {
 // Rows first … last − 1 of a linear's results for tokens t … t + count − 1.
 void linear_part(const Packed& packed, const Matrix& m, int64_t first, int64_t last, int64_t t, int64_t count,
                  int32_t dtype, tp_vector bias, void* out) {
-  float* products = static_cast<float*>(scratch(SLOT_PRODUCTS, (count + 1) * ROWS * sizeof(float)));
-  float* biases = products + count * ROWS;
-  for (int64_t row = first; row < last; row += ROWS) {
-    const int64_t n = std::min(ROWS, last - row);
-    packed.products(m, row, row + n, nullptr, t, count, products, ROWS);
+  const int64_t rows = rows_at_a_time(count);
+  float* products = static_cast<float*>(scratch(SLOT_PRODUCTS, (count + 1) * rows * sizeof(float)));
+  float* biases = products + count * rows;
+  for (int64_t row = first; row < last; row += rows) {
+    const int64_t n = std::min(rows, last - row);
+    packed.products(m, row, row + n, nullptr, t, count, products, rows);
     load_bias(bias, row, n, biases);
     for (int64_t i = 0; i < count; i++) {
-      if (bias.data) isa().add_scaled(products + i * ROWS, biases, 1.0f, n);
-      isa().store(products + i * ROWS, dtype, at(out, dtype, (t + i) * m.w->n + row), n);
+      if (bias.data) isa().add_scaled(products + i * rows, biases, 1.0f, n);
+      isa().store(products + i * rows, dtype, at(out, dtype, (t + i) * m.w->n + row), n);
     }
   }
 }

@@ -1,4 +1,5 @@
 #pragma once
+#include <algorithm>
 #include <cstdint>
 #include <vector>
 
@@ -10,9 +11,15 @@ namespace tp {
 void linear(const tp_weight& w, const void* x, int64_t tokens, int32_t dtype, tp_vector bias, void* out);
 uint64_t read_all(const void* data, int64_t bytes);
 
-constexpr int64_t ROWS = 64;   // of a weight that are multiplied at a time: they and their products stay in the cache
 constexpr int64_t BLOCK = 16;  // vectors that tiles take together
 constexpr int64_t PAIR = 32;   // and two blocks of them at once
+
+// Rows of a weight that are multiplied at a time: many, for memory is read in several streams as long as that, but so few
+// that their products with all vectors stay in the cache.
+inline int64_t rows_at_a_time(int64_t vectors) {
+  constexpr int64_t PRODUCTS = 8192, FEWEST = 64, MOST = 1024;
+  return std::clamp(PRODUCTS / (vectors ? vectors : 1) / FEWEST * FEWEST, FEWEST, MOST);
+}
 
 inline int64_t item_bytes(int32_t dtype) { return dtype == TP_FLOAT ? 4 : 2; }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
 import sys
@@ -193,8 +194,10 @@ def test_every_code_of_an_element(isa, fmt):
     data = torch.arange(codes, dtype=torch.uint8)[:, None].expand(codes, 128 // fmt.per_item)
     data = data * 17 if fmt.per_item == 2 else data
     w = replace(w, data=data.contiguous().view(w.data.dtype))
-    for dtype in DTYPES:
-        y = isa.linear(torch.eye(128, dtype=dtype), w)
+    # Tiles take many vectors, other code takes one, and that reads the columns of a byte apart.
+    ways = {"many": lambda x: isa.linear(x, w), "one by one": lambda x: torch.cat([isa.linear(v[None], w) for v in x])}
+    for dtype, linear in itertools.product(DTYPES, ways.values()):
+        y = linear(torch.eye(128, dtype=dtype))
         expected = torch.from_numpy(decode64(w).T)
         assert torch.equal(y.isnan(), expected.isnan())
         error = (y.double() - expected)[~expected.isnan()].abs()
@@ -211,6 +214,33 @@ def test_every_scale_of_mxfp4(isa):
         x[:, 3] = 1
         y = isa.linear(x, w)
         assert torch.equal(y.double(), torch.from_numpy(decode64(w)[:, 3]).expand(tokens, -1))
+
+
+@pytest.mark.parametrize("size", [2.0**-90, 1.0, 2.0**90])
+@pytest.mark.parametrize("fmt", ["mxfp4", "nvfp4", "int4"])
+def test_a_vector_with_outliers(isa, fmt, size):
+    """They meet weights of zero, so that what is small beside them is the result: nothing of it may be lost."""
+    w, k = random_packed(fmt, (33, 160)), 160
+    w.data.view(torch.uint8)[:, 3::4] &= 0xF0  # columns 6, 14, …
+    x = (torch.rand(1, k, generator=torch.Generator().manual_seed(3)) * 0.75 + 0.25).to(torch.bfloat16)
+    x[:, 1::3] *= -1
+    x[:, 6::8] = 2.0**12
+    limit = tolerance(torch.float32, k)
+    y = isa.linear((x * size).float(), w)
+    assert worst_tile(y / size, linear64(x, decode64(w))) < limit
+    x[:, ::8] *= 1 + 2**-7
+    assert worst_tile(y / size, linear64(x, decode64(w))) > limit
+
+
+@pytest.mark.parametrize("fmt", WEIGHTS)
+def test_a_vector_that_is_not_finite_gives_nothing_finite(isa, fmt):
+    w = random_packed(WEIGHTS[fmt], (17, 288))
+    met = torch.from_numpy(decode64(w)[:, 77] != 0)
+    assert met.any()
+    for dtype, bad in itertools.product(DTYPES, (torch.nan, torch.inf, -torch.inf)):
+        x = x_of(1, 288, dtype=dtype)
+        x[0, 77] = bad
+        assert not isa.linear(x, w)[0, met].isfinite().any()
 
 
 def test_float32_that_is_bfloat16_in_fact(isa):
