@@ -1,7 +1,7 @@
 """The native kernels of another processor: compiled for it here, and called under emulation.
 
-`Arm` has functions of api.h that take the same addresses as those of the library. Each call is a process of its own,
-emulated_main.cpp, which is sent the memory that they point to.
+`Arm` has functions of api.h that take the same addresses as those of the library. A process of emulated_main.cpp is sent
+the memory that they point to.
 """
 
 from __future__ import annotations
@@ -26,8 +26,6 @@ ITEM = {0: 4, 1: 2}
 """Bytes of an item of a dtype."""
 SCALE = {0: 0, 1: 4, 2: 1, 3: 1, 4: 2}
 """Bytes of a scale of a type."""
-FAILED = 1
-"""Of the statuses that a function returns, the one that a test may expect."""
 
 
 def compile_for_arm(folder: Path) -> Path:
@@ -66,8 +64,13 @@ def weight(address: int) -> tuple[native.Weight, list[bytes]]:
 class Arm:
     """By one instruction set; arguments as in native.py."""
 
-    def __init__(self, program: Path, instruction_set: str, folder: Path) -> None:
-        self.command, self.folder = [EMULATOR, str(program), instruction_set], folder
+    def __init__(self, program: Path, instruction_set: str) -> None:
+        command = [EMULATOR, str(program), instruction_set]
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+
+    def close(self) -> None:
+        self.process.stdin.close()
+        assert self.process.wait() == 0
 
     def linear(self, w, x, tokens, dtype, bias, bias_dtype, out) -> int:
         w, blocks = weight(w)
@@ -104,15 +107,11 @@ class Arm:
 
     def _call(self, function: str, first: bytes, blocks: list[bytes], out: int, size: int) -> int:
         """`size` bytes at `out` go there too, so that a result that is not written keeps what it was poisoned with."""
-        source, target = self.folder / "in", self.folder / "out"
-        with open(source, "wb") as f:
-            for block in (first, *blocks, memory(out, size)):
-                f.write(numbers(len(block)) + block)
-        command = [*self.command, str(native.threads()), function, source, target]
-        status = subprocess.run(command).returncode
-        assert status in (0, FAILED)
-        got = target.read_bytes()
-        assert len(got) == size
+        blocks = [function.encode() + b"\0", numbers(native.threads()) + first, *blocks, memory(out, size)]
+        self.process.stdin.write(numbers(len(blocks)) + b"".join(numbers(len(block)) + block for block in blocks))
+        self.process.stdin.flush()
+        status, got = self.process.stdout.read(4), self.process.stdout.read(size)
+        assert len(status) == 4 and len(got) == size
         if size:
             ctypes.memmove(out, got, size)
-        return status
+        return int.from_bytes(status, "little", signed=True)

@@ -1,7 +1,6 @@
-// Functions of api.h on another processor: emulated.py writes the memory they are given to `in`, one block after the
-// other, and reads the last block, what comes out, from `out`.
+// Functions of api.h on another processor: emulated.py sends the memory they are given, one block after the other, and is
+// sent a status and the last block, which is what comes out.
 #include <cstdio>
-#include <cstdlib>
 #include <cstring>
 #include <vector>
 
@@ -11,13 +10,19 @@ namespace {
 
 class Memory {
  public:
-  explicit Memory(const char* path) {
-    FILE* f = std::fopen(path, "rb");
-    for (int64_t size; std::fread(&size, sizeof size, 1, f) == 1;) {
-      blocks_.emplace_back(size);
-      if (std::fread(blocks_.back().data(), 1, size, f) != static_cast<size_t>(size)) std::abort();
+  // False at the end of what is sent.
+  bool read() {
+    int64_t count = 0;
+    if (std::fread(&count, sizeof count, 1, stdin) != 1) return false;
+    blocks_.assign(count, {});
+    next_ = 0;
+    for (auto& block : blocks_) {
+      int64_t size = 0;
+      if (std::fread(&size, sizeof size, 1, stdin) != 1) return false;
+      block = std::vector<char>(size);
+      if (std::fread(block.data(), 1, size, stdin) != static_cast<size_t>(size)) return false;
     }
-    std::fclose(f);
+    return true;
   }
 
   // The next block, null if it is empty.
@@ -36,10 +41,10 @@ class Memory {
     return w;
   }
 
-  void write_last(const char* path) const {
-    FILE* f = std::fopen(path, "wb");
-    std::fwrite(blocks_.back().data(), 1, blocks_.back().size(), f);
-    std::fclose(f);
+  void write(int32_t status) const {
+    std::fwrite(&status, sizeof status, 1, stdout);
+    std::fwrite(blocks_.back().data(), 1, blocks_.back().size(), stdout);
+    std::fflush(stdout);
   }
 
  private:
@@ -76,14 +81,15 @@ int32_t attend(Memory& m, const int64_t* n) {
 
 }  // namespace
 
-// Arguments: instruction set, number of threads, function, in, out.
+// Argument: an instruction set.
 int main(int, char** argv) {
   if (tp_select(argv[1])) return TP_UNKNOWN;
-  tp_set_threads(std::atoi(argv[2]));
-  Memory memory(argv[4]);
-  const int64_t* numbers = memory.take<int64_t>();
-  const auto function = std::strcmp(argv[3], "linear") == 0 ? linear : std::strcmp(argv[3], "moe") == 0 ? moe : attend;
-  const int32_t status = function(memory, numbers);
-  memory.write_last(argv[5]);
-  return status;
+  Memory memory;
+  while (memory.read()) {
+    const char* name = memory.take<char>();
+    const int64_t* numbers = memory.take<int64_t>();
+    tp_set_threads(static_cast<int32_t>(numbers[0]));
+    const auto function = std::strcmp(name, "linear") == 0 ? linear : std::strcmp(name, "moe") == 0 ? moe : attend;
+    memory.write(function(memory, numbers + 1));
+  }
 }

@@ -9,6 +9,8 @@ from tests.kernels.reference import random_packed
 from tests.kernels.test_attention import Case
 from tests.kernels.test_cpu_products import (  # noqa: F401  they take the fixtures of this file
     test_a_dropped_token_s_weight_does_not_matter,
+    test_a_vector_that_is_not_finite_gives_nothing_finite,
+    test_a_vector_with_outliers,
     test_an_expert_that_does_not_exist_is_an_error,
     test_every_code_of_an_element,
     test_every_scale_of_mxfp4,
@@ -35,10 +37,16 @@ def program(tmp_path_factory):
     return compile_for_arm(tmp_path_factory.mktemp("arm"))
 
 
-@pytest.fixture(params=["neon", "portable"])
-def isa(request, program, tmp_path, monkeypatch):
+@pytest.fixture(scope="module", params=["neon", "portable"])
+def arm(request, program):
+    arm = Arm(program, request.param)
+    yield arm
+    arm.close()
+
+
+@pytest.fixture
+def isa(arm, monkeypatch):
     """The operations by one instruction set of Arm."""
-    arm = Arm(program, request.param, tmp_path)
     for name in ("linear", "moe", "attend"):
         monkeypatch.setattr(backend, f"_{name}", getattr(arm, name))
     return get_ops("cpu")
