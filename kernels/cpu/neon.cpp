@@ -28,7 +28,9 @@ struct Group {
   }
   static Sum dot(const Elements& e, const X* x) { return dot(e, x, {0, 1, 2, 3, 4, 5, 6, 7}); }
 
-  static Sum add(Sum sum, const Elements& e, const X* x, const Item* scales) { return vfmaq_n_f32(sum, dot(e, x), *scales); }
+  static Sum add(Sum sum, const Elements& e, const X* x, const Item* scales) {
+    return vfmaq_n_f32(sum, dot(e, x), *scales);
+  }
   static const Item* scale(const Item* scales) { return scales; }
 
   static float reduce(Sum sum) { return vaddvq_f32(sum); }
@@ -112,8 +114,8 @@ struct Nibbles : Group, Codes<16> {
 
 // NaN and the sizes 0 … 14 of an e4m3, behind it by number: those of exponent 0 have no hidden bit.
 constexpr float UNIT = 1.0f / 512;
-constexpr Table SMALL({__builtin_nanf(""), 0, UNIT, 2 * UNIT, 3 * UNIT, 4 * UNIT, 5 * UNIT, 6 * UNIT, 7 * UNIT, 8 * UNIT,
-                       9 * UNIT, 10 * UNIT, 11 * UNIT, 12 * UNIT, 13 * UNIT, 14 * UNIT});
+constexpr Table SMALL({__builtin_nanf(""), 0, UNIT, 2 * UNIT, 3 * UNIT, 4 * UNIT, 5 * UNIT, 6 * UNIT, 7 * UNIT,
+                       8 * UNIT, 9 * UNIT, 10 * UNIT, 11 * UNIT, 12 * UNIT, 13 * UNIT, 14 * UNIT});
 
 // A bfloat16 is the code's size shifted by 4, with 120 added to its exponent. What this is wrong for is looked up.
 struct Fp8 : Group, Codes<32> {

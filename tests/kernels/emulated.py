@@ -1,7 +1,7 @@
 """The native kernels of another processor: compiled for it here, and called under emulation.
 
-`Arm` has functions of api.h that take the same addresses as those of the library. A process of emulated_main.cpp is sent
-the memory that they point to.
+`Arm` has functions of api.h that take the same addresses as those of the library. A process of emulated_main.cpp is
+sent the memory that they point to.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-// Functions of api.h on another processor: emulated.py sends the memory they are given, one block after the other, and is
-// sent a status and the last block, which is what comes out.
+// Functions of api.h on another processor: emulated.py sends the memory they are given, one block after the other, and
+// is sent a status and the last block, which is what comes out.
 #include <cstdio>
 #include <cstring>
 #include <vector>
