@@ -10,7 +10,7 @@ namespace {
 constexpr int TILE_ROWS = 16, STEP = 32;      // of a tile of weights: rows, and columns of bfloat16
 constexpr int TILE = TILE_ROWS * STEP;        // its items
 constexpr int64_t BAND = 2 * TILE_ROWS;       // rows worked on at a time
-constexpr int64_t CHUNK = 256;                // columns decoded at a time: 16 KB, a third of the first cache
+constexpr int64_t CHUNK = 128;                // columns decoded at a time: 16 KB, a third of the first cache
 
 // Tile registers: sums 0 … 3 (band half · 2 + vector half), weights 4 and 5, vectors 6 and 7.
 struct alignas(64) TileConfig {
@@ -44,6 +44,45 @@ struct Rounded : FORMAT {
       const __m512 low = _mm512_mul_ps(e.value[2 * v], scale), high = _mm512_mul_ps(e.value[2 * v + 1], scale);
       out[v] = reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(high, low));
     }
+  }
+};
+
+// Products of elements and scale, rounded to bfloat16, by their bytes: tables that are made once for a block.
+struct Looked : Fp8<64> {
+  using F = Fp8<64>;
+  struct Item {
+    __m512i high[2], low[2];
+  };
+
+  static constexpr int column(int i) { return i % 32 / 8 * 16 + i / 32 * 8 + i % 8; }
+
+  static void read(const Matrix& w, int64_t grid_row, Item* out) {
+    const int64_t n = groups<F>(*w.w);
+    float* scales = static_cast<float*>(scratch(SLOT_PLAIN, (n + SLACK) * sizeof(float)));
+    F::read(w, grid_row, scales);
+    for (int64_t i = 0; i < n; i++) out[i] = i && scales[i] == scales[i - 1] ? out[i - 1] : table(scales[i]);
+  }
+
+  static Item table(float scale) {
+    Item item;
+    for (int half = 0; half < 2; half++) {
+      __m256i highs[2], lows[2];
+      for (int i = 0; i < 2; i++) {
+        const float* elements = E4M3_VALUES.value + 64 * half + 32 * i;
+        const __m512 a = _mm512_mul_ps(_mm512_load_ps(elements), _mm512_set1_ps(scale));
+        const __m512 b = _mm512_mul_ps(_mm512_load_ps(elements + 16), _mm512_set1_ps(scale));
+        const __m512i words = reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(b, a));
+        highs[i] = _mm512_cvtepi16_epi8(_mm512_srli_epi16(words, 8));
+        lows[i] = _mm512_cvtepi16_epi8(words);
+      }
+      item.high[half] = _mm512_inserti64x4(_mm512_castsi256_si512(highs[0]), highs[1], 1);
+      item.low[half] = _mm512_inserti64x4(_mm512_castsi256_si512(lows[0]), lows[1], 1);
+    }
+    return item;
+  }
+
+  static void decode(__m512i codes, const Item* table, __m512i (&out)[2]) {
+    look_up(table->high, table->low, codes, _mm512_and_si512(codes, _mm512_set1_epi8(static_cast<char>(0x80))), out);
   }
 };
 
@@ -128,8 +167,8 @@ struct Significands : Nibbles<E2m1Table, 16>, FourCodes {
     for (int64_t i = 0; i < n; i += 64, out += 128) {
       const __m512i code = _mm512_maskz_loadu_epi8(first_bytes(n - i < 64 ? n - i : 64), codes + i);
       __m512i a[2], b[2];
-      LESS.look_up(code, _mm512_setzero_si512(), a);
-      LESS_MORE.look_up(code, _mm512_setzero_si512(), b);
+      look_up(LESS, code, _mm512_setzero_si512(), a);
+      look_up(LESS_MORE, code, _mm512_setzero_si512(), b);
       // Lane l of a[0], b[0], a[1] and b[1] make the two groups 2 · l and 2 · l + 1.
       const __m512i low0 = _mm512_shuffle_i64x2(a[0], a[1], 0x44), low1 = _mm512_shuffle_i64x2(b[0], b[1], 0x44);
       const __m512i high0 = _mm512_shuffle_i64x2(a[0], a[1], 0xee), high1 = _mm512_shuffle_i64x2(b[0], b[1], 0xee);
@@ -159,10 +198,14 @@ template <class T>
 constexpr int ITEMS = SCALES<typename T::F>;  // of a row of scales, for a group
 template <>
 constexpr int ITEMS<Significands> = 16;
+template <>
+constexpr int ITEMS<Looked> = 1;
 
 template <class Call>
 auto with_tile_format(const tp_weight& w, Call&& call) {
   if (w.format == TP_E2M1) return w.block_columns == 16 ? call(Significands{}) : call(Exponents{});
+  // A table costs as much as decoding a few rows of a group.
+  if (w.format == TP_E4M3 && w.block_rows >= BAND && span_of(w, 64) == 64) return call(Looked{});
   return with_format(w, [&](auto f) {
     using F = decltype(f);
     if constexpr (F::span == 0) return call(Unscaled{});
@@ -175,36 +218,36 @@ template <class T>
 struct Band {
   const Matrix& w;
   const int64_t groups_, size, scale_items;
-  typename T::Item* scales;
+  typename T::Item* scales;  // [BAND + 1]: those that the last band ended with, and one for each row
   uint16_t* tiles;
   const typename T::Item* row_scales[BAND];
   float factor[BAND];
   const uint8_t* data = nullptr;
   int64_t rows = 0;
+  Matrix::Place place{0, 0, 0};
+  int64_t read = 0;  // rows of scales
 
   Band(const Matrix& matrix, int64_t chunk_groups)
       : w(matrix),
         groups_(groups<typename T::F>(*matrix.w)),
         size(ceil_div(matrix.w->k * T::bytes, T::group)),
-        scale_items(groups_ * ITEMS<T> + 128) {
-    const size_t scale_bytes = BAND * scale_items * sizeof(typename T::Item);
+        scale_items(groups_ * ITEMS<T> + (ITEMS<T> > 1 ? 2 * SLACK : 0)) {
+    const size_t scale_bytes = (BAND + 1) * scale_items * sizeof(typename T::Item);
     scales = static_cast<typename T::Item*>(scratch(SLOT_SCALES, scale_bytes));
-    std::memset(scales, 0, scale_bytes);  // what lies behind a row's end must be finite
+    // What lies behind a row's end, where a last group may look, must be finite.
+    if (ITEMS<T> > 1) std::memset(scales, 0, scale_bytes);
     tiles = static_cast<uint16_t*>(scratch(SLOT_TILE, BAND * chunk_groups * T::group * sizeof(uint16_t)));
   }
 
   void start(int64_t row, int64_t count) {
     rows = count;
     data = w.data + row * w.w->row_bytes;
-    Matrix::Place place{0, row, 0};
-    typename T::Item* items = scales;
     for (int64_t r = 0; r < count; r++) {
-      if (row + r == place.end || r == 0) {
+      if (row + r >= place.end) {
         place = w.place(row + r);
-        items = scales + r * scale_items;
-        T::read(w, place.grid_row, items);
+        T::read(w, place.grid_row, scales + ++read % (BAND + 1) * scale_items);
       }
-      row_scales[r] = items;
+      row_scales[r] = scales + read % (BAND + 1) * scale_items;
       factor[r] = place.global;
     }
     for (int64_t r = count; r < BAND; r++) factor[r] = 0;

@@ -74,21 +74,42 @@ struct WordTable {
     }
   }
 
-  // In the order that interleaving within 128-bit lanes leaves: codes 16 · l + i in words[0] and 16 · l + 8 + i in
-  // words[1], i < 8. The bits of `sign` are added.
-  void look_up(__m512i codes, __m512i sign, __m512i (&words)[2]) const {
-    const __m512i *h = reinterpret_cast<const __m512i*>(high), *l = reinterpret_cast<const __m512i*>(low);
-    const __m512i highs = _mm512_or_si512(sign, _mm512_permutex2var_epi8(h[0], codes, h[1]));
-    const __m512i lows = _mm512_permutex2var_epi8(l[0], codes, l[1]);
-    words[0] = _mm512_unpacklo_epi8(lows, highs);
-    words[1] = _mm512_unpackhi_epi8(lows, highs);
+};
+
+// Words whose bytes are in two tables. In the order that interleaving within 128-bit lanes leaves: codes 16 · l + i in
+// words[0] and 16 · l + 8 + i in words[1], i < 8. The bits of `sign` are changed.
+inline void look_up(const __m512i (&high)[2], const __m512i (&low)[2], __m512i codes, __m512i sign, __m512i (&words)[2]) {
+  const __m512i highs = _mm512_xor_si512(sign, _mm512_permutex2var_epi8(high[0], codes, high[1]));
+  const __m512i lows = _mm512_permutex2var_epi8(low[0], codes, low[1]);
+  words[0] = _mm512_unpacklo_epi8(lows, highs);
+  words[1] = _mm512_unpackhi_epi8(lows, highs);
+}
+
+inline void look_up(const WordTable& table, __m512i codes, __m512i sign, __m512i (&words)[2]) {
+  const __m512i *high = reinterpret_cast<const __m512i*>(table.high), *low = reinterpret_cast<const __m512i*>(table.low);
+  look_up({high[0], high[1]}, {low[0], low[1]}, codes, sign, words);
+}
+
+// The sizes of e4m3 as float32.
+struct E4m3Values {
+  alignas(64) float value[128];
+
+  constexpr E4m3Values() : value() {
+    for (int code = 0; code < 127; code++) {
+      const int exponent = code >> 3, mantissa = code & 7;
+      float v = static_cast<float>(exponent ? 8 + mantissa : mantissa) / 512;  // of exponent 0 and 1
+      for (int e = 1; e < exponent; e++) v *= 2;
+      value[code] = v;
+    }
+    value[127] = __builtin_nanf("");
   }
 };
 
+constexpr E4m3Values E4M3_VALUES;
 constexpr WordTable E4M3_WORDS(e4m3_bits);
 
 inline void decode_e4m3(__m512i codes, __m512i (&words)[2]) {
-  E4M3_WORDS.look_up(codes, _mm512_and_si512(codes, _mm512_set1_epi8(static_cast<char>(0x80))), words);
+  look_up(E4M3_WORDS, codes, _mm512_and_si512(codes, _mm512_set1_epi8(static_cast<char>(0x80))), words);
 }
 
 // A row of scales as bfloat16, which holds all types of scales but float32 exactly. Whole vectors are written.

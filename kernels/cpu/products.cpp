@@ -27,7 +27,7 @@ bool fits_bf16(const float* x, int64_t n) {
 }  // namespace
 
 bool tiles_pay(const tp_weight& w, int64_t vectors) {
-  return isa().tiles && vectors >= (w.format == TP_E2M1 || w.format == TP_INT4 ? 4 : 6);
+  return isa().tiles && vectors >= (w.format == TP_BF16 ? 6 : 4);
 }
 
 bool tiles_are_right(const tp_weight& w, const void* x, int32_t dtype, int64_t n) {
