@@ -16,7 +16,7 @@ COMMON = ["api", "threads", "products", "moe", "small_ops", "attention", "layer"
 SETS = {
     "x86_64": {
         "avx2": ["-mavx2", "-mfma", "-mf16c", "-mbmi2"],
-        "avx512": ["-march=icelake-client", "-mavx512bf16"],
+        "avx512": ["-march=icelake-client"],
         "amx": ["-march=icelake-client", "-mavx512bf16", "-mamx-tile", "-mamx-bf16"],
     },
     "aarch64": {"neon": ["-fno-schedule-insns"]},  # which would keep more values at hand than there are registers
