@@ -13,17 +13,20 @@ FOLDER = Path("kernels/cpu")
 FLAGS = ["-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-fno-math-errno", "-Wall", "-Wextra", "-pthread"]
 FLAGS += ["-Wno-maybe-uninitialized", "-Wno-uninitialized"]  # false alarms of gcc 12 about its own AVX-512 headers
 COMMON = ["api", "threads", "products", "moe", "small_ops", "attention", "latents", "layer", "portable"]
-X86 = {
-    "avx2": ["-mavx2", "-mfma", "-mf16c", "-mbmi2"],
-    "avx512": ["-march=icelake-client", "-mavx512bf16"],
-    "amx": ["-march=icelake-client", "-mavx512bf16", "-mamx-tile", "-mamx-bf16"],
+SETS = {
+    "x86_64": {
+        "avx2": ["-mavx2", "-mfma", "-mf16c", "-mbmi2"],
+        "avx512": ["-march=icelake-client"],
+        "amx": ["-march=icelake-client", "-mavx512bf16", "-mamx-tile", "-mamx-bf16"],
+    },
+    "aarch64": {"neon": ["-fno-schedule-insns"]},  # which would keep more values at hand than there are registers
 }
 
 
-def flags() -> dict[str, list[str]]:
+def flags(machine: str = platform.machine()) -> dict[str, list[str]]:
     """Source file -> what its compiler is told beside FLAGS."""
-    x86 = X86 if platform.machine() in ("x86_64", "AMD64") else {}
-    return {str(FOLDER / f"{name}.cpp"): x86.get(name, []) for name in (*COMMON, *x86)}
+    own = SETS.get(machine, {})
+    return {str(FOLDER / f"{name}.cpp"): own.get(name, []) for name in (*COMMON, *own)}
 
 
 class BuildNative(build_ext):

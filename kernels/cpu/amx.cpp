@@ -411,6 +411,16 @@ int64_t vector_bytes(const tp_weight& w) {
   return with_tile_format(w, [&](auto t) { return groups<typename decltype(t)::F>(w) * decltype(t)::F::group * int64_t{2}; });
 }
 
+// 32 values of x from column `start` on as bfloat16, float32 rounded to it; zeros behind its end.
+__m512i load_rounded(const void* x, int32_t dtype, int64_t start, int64_t k) {
+  if (dtype == TP_BFLOAT16) return load_words(static_cast<const uint16_t*>(x), start, k);
+  const int64_t n = k - start;
+  const auto first = [](int64_t left) { return static_cast<__mmask16>(left >= 16 ? 0xffff : left > 0 ? (1u << left) - 1 : 0); };
+  const float* values = static_cast<const float*>(x) + start;
+  const __m512 low = _mm512_maskz_loadu_ps(first(n), values), high = _mm512_maskz_loadu_ps(first(n - 16), values + 16);
+  return reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(high, low));
+}
+
 // Pairs of columns of all vectors side by side: out[pair][vector][2].
 void pack_tiles(const tp_weight& w, const void* const* xs, int count, int32_t from, void* out) {
   with_tile_format(w, [&](auto t) {
@@ -420,7 +430,7 @@ void pack_tiles(const tp_weight& w, const void* const* xs, int count, int32_t fr
       __m512i words[16][T::vectors];
       for (int i = 0; i < count; i++) {
         __m512i plain[T::vectors];
-        for (int v = 0; v < T::vectors; v++) plain[v] = load_words(xs[i], from, start + 32 * v, w.k);
+        for (int v = 0; v < T::vectors; v++) plain[v] = load_rounded(xs[i], from, start + 32 * v, w.k);
         permute(plain, ORDER<T>.column, words[i]);
       }
       for (int v = 0; v < T::vectors; v++, pairs += 16 * count) {

@@ -33,8 +33,8 @@ struct Cpu {
     if (!__get_cpuid_count(7, 1, &a71, &b, &c, &d)) a71 = 0;
     avx2 = fma && b7 & bit_AVX2 && (saved & 0x6) == 0x6;
     const unsigned wide = bit_AVX512F | bit_AVX512BW | bit_AVX512DQ | bit_AVX512VL | bit_BMI2;
-    avx512 = avx2 && (b7 & wide) == wide && c7 & bit_AVX512VBMI && c7 & bit_AVX512VNNI && a71 & 1u << 5 && (saved & 0xe0) == 0xe0;
-    amx = avx512 && d7 & 1u << 22 && d7 & 1u << 24 && (saved & 0x60000) == 0x60000 && may_use_tiles();
+    avx512 = avx2 && (b7 & wide) == wide && c7 & bit_AVX512VBMI && c7 & bit_AVX512VNNI && (saved & 0xe0) == 0xe0;
+    amx = avx512 && a71 & 1u << 5 && d7 & 1u << 22 && d7 & 1u << 24 && (saved & 0x60000) == 0x60000 && may_use_tiles();
   }
 
   static uint64_t xgetbv() {
@@ -63,6 +63,8 @@ struct Available {
     if (cpu.amx) add(amx_isa);
     if (cpu.avx512) add(avx512_isa);
     if (cpu.avx2) add(avx2_isa);
+#elif defined(__aarch64__)
+    add(neon_isa);
 #endif
     add(portable_isa);
   }

@@ -10,7 +10,6 @@
 namespace tp {
 namespace {
 
-inline __m512bh as_bh(__m512i v) { return reinterpret_cast<__m512bh>(v); }
 inline __mmask64 first_bytes(int64_t n) { return n > 0 ? _bzhi_u64(~0ull, static_cast<unsigned>(n)) : 0; }
 
 inline __m512 even(__m512i v) { return _mm512_castsi512_ps(_mm512_slli_epi32(v, 16)); }
@@ -278,17 +277,11 @@ auto with_format(const tp_weight& w, Call&& call) {
   }
 }
 
-// 32 values of x from column `start` on as bfloat16, float32 rounded to it; zeros behind its end.
-inline __m512i load_words(const void* x, int32_t dtype, int64_t start, int64_t k) {
+// 32 words of x from column `start` on; zeros behind its end.
+inline __m512i load_words(const uint16_t* x, int64_t start, int64_t k) {
   const int64_t n = k - start;
-  if (dtype == TP_BFLOAT16) {
-    const __mmask32 words = n >= 32 ? ~0u : n > 0 ? _bzhi_u32(~0u, static_cast<unsigned>(n)) : 0;
-    return _mm512_maskz_loadu_epi16(words, static_cast<const uint16_t*>(x) + start);
-  }
-  const auto lanes = [](int64_t left) { return static_cast<__mmask16>(left >= 16 ? 0xffff : left > 0 ? (1u << left) - 1 : 0); };
-  const float* values = static_cast<const float*>(x) + start;
-  const __m512 low = _mm512_maskz_loadu_ps(lanes(n), values), high = _mm512_maskz_loadu_ps(lanes(n - 16), values + 16);
-  return reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(high, low));
+  const __mmask32 words = n >= 32 ? ~0u : n > 0 ? _bzhi_u32(~0u, static_cast<unsigned>(n)) : 0;
+  return _mm512_maskz_loadu_epi16(words, x + start);
 }
 
 // Words of a group in another order: words[i] of the result is word order[i] of `in`.
@@ -344,9 +337,9 @@ int64_t packed_bytes(const tp_weight& w) {
 }
 
 template <class F>
-void pack_words(const void* x, int64_t start, int64_t k, float* out) {
+void pack_words(const uint16_t* x, int64_t start, int64_t k, float* out) {
   __m512i plain[F::vectors], words[F::vectors];
-  for (int v = 0; v < F::vectors; v++) plain[v] = load_words(x, TP_BFLOAT16, start + 32 * v, k);
+  for (int v = 0; v < F::vectors; v++) plain[v] = load_words(x, start + 32 * v, k);
   permute(plain, ORDER<F>.column, words);
   for (int v = 0; v < F::vectors; v++) {
     const __m512i low = _mm512_cvtepu16_epi32(_mm512_castsi512_si256(words[v]));
@@ -420,7 +413,7 @@ void pack(const tp_weight& w, const void* x, int32_t from, void* out) {
     float* packed = static_cast<float*>(out);
     FixedPoint* fixed = reinterpret_cast<FixedPoint*>(static_cast<char*>(out) + float_bytes<F>(w));
     for (int64_t start = 0; start < w.k; start += F::group) {
-      if (from == TP_BFLOAT16) pack_words<F>(x, start, w.k, packed + start);
+      if (from == TP_BFLOAT16) pack_words<F>(static_cast<const uint16_t*>(x), start, w.k, packed + start);
       else pack_floats<F>(static_cast<const float*>(x), start, w.k, packed + start);
       if (Single<F>::digits) pack_digits(x, from, start, w.k, *fixed++);
     }

@@ -1,4 +1,5 @@
-// Loops over float32 values, compiled for each instruction set; the compiler vectorizes them.
+// Loops over float32 values, compiled for each instruction set. The compiler vectorizes them; those that it would not,
+// for they have conditions, work on registers.
 #pragma once
 #include <cstring>
 
@@ -7,26 +8,6 @@
 
 namespace tp {
 namespace {
-
-// e^x to two units in the last place; 0 below −87, 2^126 from 88 on, which is all that a sigmoid or softmax needs.
-inline float exponential(float x) {
-  x = x < -87.3f ? -87.3f : x;
-  x = x > 87.3f ? 87.3f : x;
-  const float rounding = 12582912.0f;  // 1.5 · 2^23: adding it leaves an integer in the low bits
-  const float shifted = x * 1.44269504f + rounding;
-  const float n = shifted - rounding;
-  const float r = (x - n * 0.693145752f) - n * 1.42860677e-6f;  // ln 2 in two parts
-  float p = 1.3888889e-3f;
-  p = p * r + 8.3333333e-3f;
-  p = p * r + 4.1666667e-2f;
-  p = p * r + 1.6666667e-1f;
-  p = p * r + 0.5f;
-  p = p * r + 1.0f;
-  p = p * r + 1.0f;
-  return p * as_float((as_bits(shifted) + 127u) << 23);
-}
-
-inline float sigmoid(float x) { return 1.0f / (1.0f + exponential(-x)); }
 
 // Round to nearest, ties to even; NaN stays NaN.
 inline uint16_t to_bf16(float x) {
@@ -72,19 +53,6 @@ void add_scaled(float* total, const float* x, float factor, int64_t n) {
   for (int64_t i = 0; i < n; i++) total[i] += factor * x[i];
 }
 
-void activate(float* gate, const float* up, int64_t n, Activation a) {
-  if (a.limit == 0) {
-    for (int64_t i = 0; i < n; i++) gate[i] = gate[i] * sigmoid(gate[i]) * up[i];
-    return;
-  }
-  for (int64_t i = 0; i < n; i++) {
-    const float g = gate[i] > a.limit ? a.limit : gate[i];
-    float u = up[i] > a.limit ? a.limit : up[i];
-    u = u < -a.limit ? -a.limit : u;
-    gate[i] = g * sigmoid(a.alpha * g) * (u + a.shift);
-  }
-}
-
 // As many values as a register holds.
 #ifdef __AVX512F__
 constexpr int REGISTER = 16;
@@ -102,6 +70,58 @@ inline Lanes lanes(const float* p) {
   Lanes v;
   std::memcpy(&v, p, sizeof v);
   return v;
+}
+
+// e^x to two units in the last place; 0 below −87, 2^126 from 88 on, which is all that a sigmoid or softmax needs.
+inline Lanes exponential(Lanes x) {
+  typedef int32_t Integers __attribute__((vector_size(4 * REGISTER)));
+  const Lanes low = Lanes{} - 87.3f, high = Lanes{} + 87.3f;
+  x = x < low ? low : x;
+  x = x > high ? high : x;
+  const float rounding = 12582912.0f;  // 1.5 · 2^23: adding it leaves an integer in the low bits
+  const Lanes shifted = x * 1.44269504f + rounding;
+  const Lanes n = shifted - rounding;
+  const Lanes r = (x - n * 0.693145752f) - n * 1.42860677e-6f;  // ln 2 in two parts
+  Lanes p = r * 1.3888889e-3f + 8.3333333e-3f;
+  p = p * r + 4.1666667e-2f;
+  p = p * r + 1.6666667e-1f;
+  p = p * r + 0.5f;
+  p = p * r + 1.0f;
+  p = p * r + 1.0f;
+  return p * reinterpret_cast<Lanes>((reinterpret_cast<Integers>(shifted) + 127) << 23);
+}
+
+inline Lanes sigmoid(Lanes x) { return 1.0f / (1.0f + exponential(-x)); }
+
+// The first n lanes; zeros in the others.
+inline Lanes lanes(const float* p, int64_t n) {
+  Lanes v{};
+  std::memcpy(&v, p, n * sizeof(float));
+  return v;
+}
+
+// x[i] = work(x[i], y[i]), a register at a time.
+template <class Work>
+void each(float* x, const float* y, int64_t n, Work&& work) {
+  int64_t i = 0;
+  for (; i + REGISTER <= n; i += REGISTER) {
+    const Lanes v = work(lanes(x + i), lanes(y + i));
+    std::memcpy(x + i, &v, sizeof v);
+  }
+  if (i == n) return;
+  const Lanes v = work(lanes(x + i, n - i), lanes(y + i, n - i));
+  std::memcpy(x + i, &v, (n - i) * sizeof(float));
+}
+
+void activate(float* gate, const float* up, int64_t n, Activation a) {
+  if (a.limit == 0) return each(gate, up, n, [](Lanes g, Lanes u) { return g * sigmoid(g) * u; });
+  const Lanes low = Lanes{} - a.limit, high = Lanes{} + a.limit;
+  each(gate, up, n, [&](Lanes g, Lanes u) {
+    g = g > high ? high : g;
+    u = u > high ? high : u;
+    u = u < low ? low : u;
+    return g * sigmoid(g * a.alpha) * (u + a.shift);
+  });
 }
 
 inline float sum_of(const Lanes& v) {
@@ -184,10 +204,11 @@ void add_all_rows(const float* scores, int64_t queries, int64_t width, const flo
 inline void weigh(float* scores, int64_t n, float* result, int64_t width) {
   float most = result[0];
   for (int64_t i = 0; i < n; i++) most = scores[i] > most ? scores[i] : most;
-  const float factor = exponential(result[0] - most);
+  const float factor = exponential(Lanes{} + (result[0] - most))[0];
+  each(scores, scores, n, [&](Lanes score, Lanes) { return exponential(score - most); });
   result[0] = most;
   result[1] *= factor;
-  for (int64_t i = 0; i < n; i++) result[1] += scores[i] = exponential(scores[i] - most);
+  for (int64_t i = 0; i < n; i++) result[1] += scores[i];
   if (factor != 1.0f) {
     for (int64_t d = 0; d < width; d++) result[2 + d] *= factor;
   }

@@ -81,6 +81,8 @@ struct Isa {
 extern const Isa portable_isa;
 #ifdef __x86_64__
 extern const Isa avx2_isa, avx512_isa, amx_isa;
+#elif defined(__aarch64__)
+extern const Isa neon_isa;
 #endif
 
 // The instruction set in use: the best one here, or the one that was chosen by name.

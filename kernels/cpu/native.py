@@ -1,7 +1,7 @@
 """The shared library of this folder, through ctypes: it is found, checked and described here.
 
-Its functions release the GIL. For tests, `TUTEL_PACK_ISA` forces an instruction set (portable, avx2, avx512, amx), and
-`TUTEL_PACK_CPU_LIBRARY` another build of the library.
+Its functions release the GIL. For tests, `TUTEL_PACK_ISA` forces an instruction set (portable; avx2, avx512, amx; neon),
+and `TUTEL_PACK_CPU_LIBRARY` another build of the library.
 """
 
 from __future__ import annotations

@@ -26,13 +26,16 @@ inline float e8m0(uint8_t code) {
   return as_float(static_cast<uint32_t>(code) << 23 | special);
 }
 
+// All ones if a < b, else 0, for what is below 2^31. No condition that a compiler sees: it would move arithmetic behind
+// it, and loops of that are not vectorized.
+inline uint32_t mask_less(uint32_t a, uint32_t b) { return static_cast<uint32_t>(static_cast<int32_t>(a - b) >> 31); }
+
 inline float e4m3(uint8_t code) {
-  const uint32_t size = code & 0x7f;
-  const float normal = as_float((size << 20) + (120u << 23));
+  const uint32_t size = code & 0x7f, normal = (size << 20) + (120u << 23);
   // With an exponent of 0 there is no hidden bit: 2 · (1 + m/8) · 2^−7 − 2^−6 = m · 2^−9.
-  const float value = size < 8 ? 2.0f * normal - 0.015625f : normal;
-  const uint32_t bits = size == 0x7f ? 0x7fc00000u : as_bits(value);
-  return as_float(bits | static_cast<uint32_t>(code & 0x80) << 24);
+  const uint32_t small = as_bits(2.0f * as_float(normal) - 0.015625f), is_small = mask_less(size, 8);
+  const uint32_t value = (small & is_small) | (normal & ~is_small), nan = 0x7fc00000u & mask_less(0x7e, size);
+  return as_float(value | nan | static_cast<uint32_t>(code & 0x80) << 24);
 }
 
 inline float bf16(uint16_t bits) { return as_float(static_cast<uint32_t>(bits) << 16); }

@@ -1,52 +1,80 @@
-"""The portable kernels on Arm, compiled for it here and run under emulation."""
+"""The kernels' tests once more, on Arm: by each of its instruction sets, under emulation."""
 
 from __future__ import annotations
 
-import runpy
-import shutil
-import subprocess
-from pathlib import Path
-
-import numpy as np
 import pytest
 import torch
-from tests.kernels.reference import decode64, linear64, random_packed, tolerance, worst_tile
-from tests.kernels.test_products import x_of
+from tests.kernels.emulated import Arm, compile_for_arm
+from tests.kernels.reference import random_packed
+from tests.kernels.test_attention import Case
+from tests.kernels.test_cpu_products import (  # noqa: F401  they take the fixtures of this file
+    test_a_dropped_token_s_weight_does_not_matter,
+    test_a_vector_that_is_not_finite_gives_nothing_finite,
+    test_a_vector_with_outliers,
+    test_an_expert_that_does_not_exist_is_an_error,
+    test_every_code_of_an_element,
+    test_every_scale_of_mxfp4,
+    test_linear,
+    test_moe,
+    test_moe_with_biases_and_a_clamped_activation,
+    test_the_check_of_linear_sees_one_block,
+    test_the_check_of_moe_sees,
+    test_threads_change_nothing,
+    three_threads,
+)
+from tests.kernels.test_native_attention import test_few_tokens, threads, torch_is_not_asked  # noqa: F401
+from tests.kernels.test_products import MOE_CASES, x_of
 
-from tutel_pack.kernels.cpu import native
+from tutel_pack.kernels.cpu import backend
+from tutel_pack.kernels.ops import get_ops
+from tutel_pack.spec import Swiglu
 
 pytestmark = pytest.mark.slow
 
-ROOT = Path(__file__).resolve().parents[2]
-COMPILER = "aarch64-linux-gnu-g++"
-EMULATOR = shutil.which("qemu-aarch64-static") or shutil.which("qemu-aarch64")
-
 
 @pytest.fixture(scope="module")
-def program(tmp_path_factory) -> Path:
-    if shutil.which(COMPILER) is None or EMULATOR is None:
-        pytest.skip(f"{COMPILER} and qemu-aarch64 are not both installed")
-    build, target = runpy.run_path(str(ROOT / "setup.py"), run_name="setup"), tmp_path_factory.mktemp("arm") / "linear"
-    folder = ROOT / build["FOLDER"]
-    sources = [folder / f"{name}.cpp" for name in build["COMMON"]]
-    own = ROOT / "tests/kernels/emulated_main.cpp"
-    subprocess.run([COMPILER, *build["FLAGS"], "-static", "-I", folder, *sources, own, "-o", target], check=True)
-    return target
+def program(tmp_path_factory):
+    return compile_for_arm(tmp_path_factory.mktemp("arm"))
+
+
+@pytest.fixture(scope="module", params=["neon", "portable"])
+def arm(request, program):
+    arm = Arm(program, request.param)
+    yield arm
+    arm.close()
+
+
+@pytest.fixture
+def isa(arm, monkeypatch):
+    """The operations by one instruction set of Arm."""
+    for name in ("linear", "moe", "attend"):
+        monkeypatch.setattr(backend, f"_{name}", getattr(arm, name))
+    return get_ops("cpu")
+
+
+@pytest.fixture
+def instruction_set(isa):
+    return isa
 
 
 @pytest.mark.parametrize("fmt", ["mxfp4", "nvfp4", "int4", "fp8", "bf16"])
-def test_linear_on_arm(program, tmp_path, fmt):
-    p, x = random_packed(fmt, (17, 288)), x_of(11, 288, dtype=torch.float32)
-    w = native.describe(p)
-    header = [w.n, w.k, w.row_bytes, w.grid_columns, w.block_rows, w.block_columns, w.format, w.scale_type, len(x)]
-    empty = torch.empty(0, dtype=torch.uint8)
-    parts = [torch.tensor(header), p.data, empty if p.scale is None else p.scale]
-    parts += [torch.empty(0) if p.global_scale is None else p.global_scale, x]
-    with open(tmp_path / "in", "wb") as f:
-        for i, part in enumerate(parts):
-            items = part.contiguous().view(torch.uint8).numpy() if i in (1, 2) and part.numel() else part.numpy()
-            f.write(np.int64(items.size).tobytes() + items.tobytes())
-    subprocess.run([EMULATOR, program, tmp_path / "in", tmp_path / "out"], check=True)
-    y = torch.from_numpy(np.fromfile(tmp_path / "out", dtype=np.float32).reshape(11, 17))
-    assert worst_tile(y, linear64(x, decode64(p))) < tolerance(torch.float32, 288)
-    assert worst_tile(y.flip(1), linear64(x, decode64(p))) > tolerance(torch.float32, 288)
+def test_no_token(isa, fmt):
+    """What operations never ask of a kernel."""
+    x = x_of(0, 96, dtype=torch.float32)
+    assert backend.linear(x, random_packed(fmt, (17, 96)), None).shape == (0, 17)
+    arguments = MOE_CASES["no token"].arguments(fmt, torch.float32)
+    assert backend.moe(*arguments, Swiglu(), None, None).shape == (0, 96)
+
+
+def test_nothing_is_computed_here(isa, monkeypatch):
+    def refuse(self, function, *_):
+        raise AssertionError(f"{function} on Arm")
+
+    monkeypatch.setattr(Arm, "_call", refuse)
+    case = Case([7], [1]).build(torch.float32)
+    with pytest.raises(AssertionError, match="attend on Arm"):
+        isa.attention(case.q, case.keys, case.values, case.layout)
+    with pytest.raises(AssertionError, match="linear on Arm"):
+        isa.linear(x_of(2, 96, dtype=torch.bfloat16), random_packed("fp8", (17, 96)))
+    with pytest.raises(AssertionError, match="moe on Arm"):
+        isa.moe(*MOE_CASES["ragged"].arguments("mxfp4", torch.bfloat16))
