@@ -97,13 +97,13 @@ class Arm:
         addresses = np.frombuffer(memory(layout.tables, 8 * layout.sequences), dtype=np.int64).tolist()
         counts = [math.ceil(n / a.block_size) for n in np.frombuffer(lengths, dtype=np.int64)]
         tables = b"".join(memory(address, 8 * n) for address, n in zip(addresses, counts))
-        pool = (np.frombuffer(tables, dtype=np.int64).max() + 1) * a.block_size * a.kv_heads * a.width * ITEM[a.dtype]
-        size = int(np.frombuffer(starts, dtype=np.int64)[-1]) * a.heads * a.width * ITEM[a.dtype]
+        entries = int(np.frombuffer(tables, dtype=np.int64).max() + 1) * a.block_size * a.kv_heads * ITEM[a.cached]
+        queries = int(np.frombuffer(starts, dtype=np.int64)[-1]) * a.heads * ITEM[a.dtype]
         blocks = [
             bytes(a), memory(a.sinks, 4 * a.heads), starts, lengths, tables,
-            memory(q, size), memory(keys, int(pool)), memory(values, int(pool)),
+            memory(q, queries * a.width), memory(keys, entries * a.width), memory(values, entries * a.value_width),
         ]  # fmt: skip
-        return self._call("attend", numbers(layout.sequences), blocks, out, size)
+        return self._call("attend", numbers(layout.sequences), blocks, out, queries * a.value_width)
 
     def _call(self, function: str, first: bytes, blocks: list[bytes], out: int, size: int) -> int:
         """`size` bytes at `out` go there too, so that a result that is not written keeps what it was poisoned with."""

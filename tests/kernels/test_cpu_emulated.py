@@ -7,6 +7,7 @@ import torch
 from tests.kernels.emulated import Arm, compile_for_arm
 from tests.kernels.reference import random_packed
 from tests.kernels.test_attention import Case
+from tests.kernels.test_cpu_attention import test_few_tokens, threads, torch_is_not_asked  # noqa: F401
 from tests.kernels.test_cpu_products import (  # noqa: F401  they take the fixtures of this file
     test_a_dropped_token_s_weight_does_not_matter,
     test_a_vector_that_is_not_finite_gives_nothing_finite,
@@ -22,7 +23,6 @@ from tests.kernels.test_cpu_products import (  # noqa: F401  they take the fixtu
     test_threads_change_nothing,
     three_threads,
 )
-from tests.kernels.test_native_attention import test_few_tokens, threads, torch_is_not_asked  # noqa: F401
 from tests.kernels.test_products import MOE_CASES, x_of
 
 from tutel_pack.kernels.cpu import backend
