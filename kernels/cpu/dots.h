@@ -45,10 +45,10 @@ typename F::Item* scale_rows(const tp_weight& w, int64_t rows, int64_t& stride) 
 // Products of R rows with M vectors. The vectors are a parameter pack and not a loop, so that the compiler sees sums with
 // constant indices and keeps them in registers.
 template <class F, int R, class V>
-struct Rows;
+struct Together;
 
 template <class F, int R, int... V>
-struct Rows<F, R, std::integer_sequence<int, V...>> {
+struct Together<F, R, std::integer_sequence<int, V...>> {
   static constexpr int count = sizeof...(V);
   using X = typename F::X;
   using Sum = typename F::Sum;
@@ -93,7 +93,7 @@ void dots(const Matrix& w, int64_t first, int64_t last, const void* const* xs, f
   int64_t scale_stride;
   typename F::Item* scales = scale_rows<F>(*w.w, R, scale_stride);
   Matrix::Place place[R] = {};
-  Rows<F, R, std::make_integer_sequence<int, M>> rows;
+  Together<F, R, std::make_integer_sequence<int, M>> rows;
   for (int64_t i = 0; i < apart; i++) {
     int64_t row[R];
     for (int r = 0; r < R; r++) {
