@@ -48,6 +48,7 @@ class Layout:
     tables: S int64 tensors of block ids; entry j holds the positions j·B … j·B + B − 1 (B positions to a block).
     slots: int64 [T]; where each new token is stored, block id · B + place in the block.
     states: int64 [S]; the state slot of each sequence; None for a model that keeps no states.
+    used: bool [T]; False for tokens that fill up a batch, which pass no expert; None if all are used.
     flat: the same for kernels, made when first asked for.
     """
 
@@ -56,6 +57,7 @@ class Layout:
     tables: Sequence[Tensor]
     slots: Tensor
     states: Tensor | None = None
+    used: Tensor | None = None
 
     @cached_property
     def flat(self) -> FlatLayout:
@@ -336,17 +338,20 @@ class Ops:
         _check(down_bias is None or down_bias.shape == (experts, h), "moe", down, down_bias)
         return self._backend.moe(x, ids, weights, gate_up, down, activation, gate_up_bias, down_bias) if x.numel() else x
 
-    def routed(self, x: Tensor, experts: Experts) -> Tensor:
+    def routed(self, x: Tensor, experts: Experts, used: Tensor | None = None) -> Tensor:
         """x [T, H], each token through the experts that the router picks for it -> [T, H].
 
+        used: bool [T]; tokens that are not are given no expert, and zeros.
         Logits are of x in float32: a rounded one picks another expert, and that is no small error.
         """
-        if self._fused["routed"] and x.numel():
+        if self._fused["routed"] and x.numel() and used is None:
             done = self._fused["routed"](x, experts)
             if done is not None:
                 return done
         e = experts
         ids, weights = self.route(self.linear(x.float(), e.router, e.router_bias), e.spec, e.correction)
+        if used is not None:
+            ids = ids.masked_fill(~used[:, None], -1)
         return self.moe(x, ids, weights, e.gate_up, e.down, e.spec.activation, e.gate_up_bias, e.down_bias)
 
     def layer(

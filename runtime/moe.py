@@ -20,8 +20,8 @@ class DenseBlock:
             for name in ("gate", "up", "down")
         )
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """x [T, H], normed -> [T, H]."""
+    def __call__(self, x: Tensor, used: object = None) -> Tensor:
+        """x [T, H], normed -> [T, H].  used: for experts, not for this one."""
         ops = self._ops
         gate, up = ops.linear(x, *self._gate), ops.linear(x, *self._up)
         return ops.linear(ops.swiglu(gate, up, self._activation), *self._down)
@@ -51,9 +51,9 @@ class MoeBlock:
         """Whether it is nothing but `experts`."""
         return self._shared is None
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """x [T, H], normed -> [T, H]."""
-        routed = self._ops.routed(x, self.experts)
+    def __call__(self, x: Tensor, used: Tensor | None = None) -> Tensor:
+        """x [T, H], normed -> [T, H].  used: see Ops.routed."""
+        routed = self._ops.routed(x, self.experts, used)
         return routed if self._shared is None else routed + self._shared_part(x)
 
     def _shared_part(self, x: Tensor) -> Tensor:

@@ -23,9 +23,14 @@ from tests.kernels.test_products import MoeCase, x_of
 from tests.kernels.test_triton_attention import DECODE, LATENTS, Latents
 from tests.kernels.test_triton_products import ACTIVATION, FORMATS_HERE, LINEAR, MOE, clamped64
 from tests.kernels.test_triton_routing import ROUTERS, route64
+from tests.runtime.test_graphs import BLOCK, PROMPTS, SMALL, differences, small_decoder
 
 from tutel_pack.formats import PackedTensor
 from tutel_pack.kernels.ops import get_ops
+from tutel_pack.runtime.batch import Batch
+from tutel_pack.runtime.engine import Engine
+from tutel_pack.runtime.graphs import Graphs
+from tutel_pack.runtime.sampling import SamplingParams
 from tutel_pack.spec import Rope
 
 if not torch.cuda.is_available():
@@ -158,3 +163,35 @@ def test_norms_and_rotations(dtype, ops):
         (ops.rope(x.cuda(), on_gpu(*rotation), interleaved=True), plain.rope(x, rotation, interleaved=True)),
     ):
         assert torch.allclose(got.cpu().double(), expected.double(), rtol=limit, atol=8 * UNIT[torch.float32])
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_recorded_steps(name):
+    """Graphs of one and of four sequences in turn, against the same steps without."""
+    decoder, lengths = small_decoder(name, "cuda"), [len(p) for p in PROMPTS]
+    caches = [decoder.new_cache(12, BLOCK) for _ in range(2)]
+    graphs = Graphs.of(decoder)
+    graphs.bind(caches[0], 5)
+    caches[1].allocate(1)
+    tables = [[cache.allocate(3) for _ in PROMPTS] for cache in caches][0]
+    for cache in caches:
+        decoder.forward(Batch.build(PROMPTS, [0] * 3, tables, "cuda"), cache)
+    for count, new in [(3, [7, 8, 9]), (1, [1]), (3, [2, 3, 4]), (1, [5])]:
+        past = lengths[:count]
+        got = graphs.forward(new, past, tables[:count])
+        expected = decoder.forward(Batch.build([[t] for t in new], past, tables[:count], "cuda"), caches[1])
+        assert max(differences([(expected, got)])) < 1e-4
+        lengths[:count] = [n + 1 for n in past]
+
+
+def test_an_engine_with_graphs():
+    """As many tokens as it takes to need a larger cache, whose graphs are others."""
+    decoder, found = small_decoder("grouped heads", "cuda"), []
+    for recorded in (True, False):
+        engine = Engine(decoder, max_active=3, block_size=BLOCK)
+        assert engine._graphs is not None
+        engine._graphs = engine._graphs if recorded else None
+        for prompt in (*PROMPTS, [2, 7, 1]):
+            engine.add(prompt, SamplingParams(max_new_tokens=40))
+        found.append({e.index: e.result.tokens for e in engine.run() if e.result})
+    assert found[0] == found[1]
