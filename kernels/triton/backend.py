@@ -1,7 +1,7 @@
 """The backend of ops.py for NVIDIA's and AMD's GPUs: kernels in Triton, which TRITON_INTERPRET=1 runs on a CPU.
 
-Kernels are linear (of packed weights), moe, route, rms_norm, rope, and attention and latent_attention of sequences with
-one new token. The rest is torch's: attention of sequences with several, top_positions, embedding, rotation, swiglu,
+Kernels are linear (of packed weights), moe, route, rms_norm, rope, attention and latent_attention of sequences with
+one new token, and for `attend` one that norms, turns and stores before them. The rest is torch's: attention of sequences with several, top_positions, embedding, rotation, swiglu,
 products with plain matrices, and weights whose geometry `matmul.is_served` excludes. Nothing here waits for the device,
 and grids depend on shapes and the layout alone. An expert id that does not exist counts as −1, for to tell would mean
 to wait.
@@ -16,10 +16,11 @@ import triton
 from torch import Tensor
 
 from tutel_pack.kernels import torch_backend
-from tutel_pack.kernels.ops import Layout, Weight
+from tutel_pack.kernels.ops import Heads, Layout, Weight
 from tutel_pack.kernels.torch_backend import embedding, rotation, swiglu, top_positions  # noqa: F401  (served by torch)
 from tutel_pack.kernels.triton.attention import Queries, attending, by_length, stack_picks
 from tutel_pack.kernels.triton.chips import chip_of
+from tutel_pack.kernels.triton.heads import placing
 from tutel_pack.kernels.triton.launch import Launch
 from tutel_pack.kernels.triton.matmul import (
     Epilogue,
@@ -64,6 +65,18 @@ def rope(x: Tensor, rotation: tuple[Tensor, Tensor], interleaved: bool) -> Tenso
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     rotating(_dense(x), rotation, interleaved, out).run()
     return out
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, layout: Layout,
+    rotation: tuple[Tensor, Tensor] | None, heads: Heads,
+) -> Tensor | None:  # fmt: skip
+    if q.dtype != keys.dtype or keys.stride() != values.stride() or keys.stride(3) != 1:
+        return None
+    turned = q.new_empty(len(q), q.shape[1] // keys.shape[3], keys.shape[3])
+    angles = rotation and tuple(r.contiguous() for r in rotation)
+    placing(*map(_dense, (q, k, v)), keys, values, layout.slots.contiguous(), angles, heads, turned).run()
+    return attention(turned, keys, values, layout, heads.window, heads.scale, heads.sinks).flatten(1)
 
 
 def attention(

@@ -8,11 +8,12 @@ import torch
 from torch import Tensor
 
 from tutel_pack.formats import FORMATS, PackedTensor
-from tutel_pack.kernels.ops import FlatLayout
+from tutel_pack.kernels.ops import FlatLayout, Heads
 from tutel_pack.kernels.triton.aot import Compiled, compile_for
 from tutel_pack.kernels.triton.attention import Queries, attending
 from tutel_pack.kernels.triton.backend import routing
 from tutel_pack.kernels.triton.chips import CHIPS, Chip
+from tutel_pack.kernels.triton.heads import placing
 from tutel_pack.kernels.triton.launch import Launch
 from tutel_pack.kernels.triton.matmul import Epilogue, Operand, Tiles, operand, problem_of, product, sorting, summing
 from tutel_pack.kernels.triton.rows import norming, rotating
@@ -113,7 +114,16 @@ def attention(chip: Chip) -> list[Variant]:
         Variant("rms_norm 7168", norming(_meta(1, 7168), _meta(7168), 1e-6, _meta(1, 7168))),
         Variant("rms_norm 128", norming(_meta(32, 128), _meta(128), 1e-6, _meta(32, 128))),
         Variant("rope", rotating(_meta(1, 128, 64), (angles, angles), True, _meta(1, 128, 64))),
+        Variant("place normed heads", _placing(32, 4, 128, 64, Heads(_meta(128), _meta(128), 1e-6))),
+        Variant("place heads", _placing(64, 8, 64, 32, Heads())),
+        Variant("place wide heads, a part turned", _placing(16, 2, 256, 32, Heads(_meta(256), _meta(256), 1e-6))),
     ]
+
+
+def _placing(heads: int, kv_heads: int, d: int, half: int, how: Heads) -> Launch:
+    q, k, v = (_meta(1, n * d) for n in (heads, kv_heads, kv_heads))
+    pool, angles = _meta(512, 64, kv_heads, d), _meta(1, half, dtype=torch.float32)
+    return placing(q, k, v, pool, pool, _meta(1, dtype=torch.int64), (angles, angles), how, _meta(1, heads, d))
 
 
 def _attending(chip: Chip, heads: int, keys: Tensor, rank: int | None = None, **how) -> list[Launch]:

@@ -29,6 +29,7 @@ QUICK = [
     "sum_pieces",
     "attend 8 heads",
     "attend latents",
+    "place normed heads",
     "route grouped sigmoid 256",
 ]
 """For `make test`; the rest is marked slow."""

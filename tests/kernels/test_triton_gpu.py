@@ -20,13 +20,16 @@ from tests.kernels.reference import (
 )
 from tests.kernels.test_attention import Case
 from tests.kernels.test_products import MoeCase, x_of
+from tests.kernels.test_fused import Attention
 from tests.kernels.test_triton_attention import DECODE, LATENTS, Latents
+from tests.kernels.test_triton_heads import CASES, expected64, limit, worst_head
 from tests.kernels.test_triton_products import ACTIVATION, FORMATS_HERE, LINEAR, MOE, clamped64
 from tests.kernels.test_triton_routing import ROUTERS, route64
 from tests.runtime.test_graphs import BLOCK, PROMPTS, SMALL, differences, small_decoder
 
 from tutel_pack.formats import PackedTensor
 from tutel_pack.kernels.ops import get_ops
+from tutel_pack.kernels.triton.heads import placing
 from tutel_pack.runtime.batch import Batch
 from tutel_pack.runtime.engine import Engine
 from tutel_pack.runtime.graphs import Graphs
@@ -163,6 +166,19 @@ def test_norms_and_rotations(dtype, ops):
         (ops.rope(x.cuda(), on_gpu(*rotation), interleaved=True), plain.rope(x, rotation, interleaved=True)),
     ):
         assert torch.allclose(got.cpu().double(), expected.double(), rtol=limit, atol=8 * UNIT[torch.float32])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", CASES)
+def test_heads_are_placed(name, dtype):
+    case = Attention(dtype, **CASES[name])
+    h = case.heads
+    norms = {n: w if w is None else w.cuda() for n, w in (("q_norm", h.q_norm), ("k_norm", h.k_norm))}
+    pools, turned = on_gpu(*case.pools), torch.full((7, 4, 32), torch.nan, dtype=dtype, device="cuda")
+    rotation = case.rotation and on_gpu(*case.rotation)
+    q, k, v, slots = on_gpu(case.q, case.k, case.v, case.layout.slots)
+    placing(q, k, v, *pools, slots, rotation, replace(h, **norms), turned).run()
+    assert worst_head([t.cpu() for t in (turned, *pools)], expected64(case)) < limit(dtype)
 
 
 @pytest.mark.parametrize("name", SMALL)

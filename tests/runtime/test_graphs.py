@@ -103,6 +103,7 @@ def test_a_step_never_asks_the_host(name, chip, nothing_runs, monkeypatch):
         logits = run_without_host(weightless(spec, fmt))
         assert logits.shape == (4, spec.vocab)
     names = {launch.kernel.__name__ for launch in nothing_runs}
+    assert ("place_heads" in names) == isinstance(spec.layers[0].attention, Attention)
     assert {"grouped_matmul", "sort_pairs", "sum_pieces", "route", "attend"} <= names
 
 
