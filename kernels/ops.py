@@ -33,6 +33,9 @@ BACKENDS = {
 FUSED = ("linears", "attend", "routed", "layer")
 """Several operations in one call, which a backend need not have."""
 
+ACTS = {"fp8": "fp8", "mxfp8": "mxfp4", "nvfp4": "nvfp4"}
+"""Formats that activations can be quantized to, and the format of the experts that take them so."""
+
 _log = logging.getLogger(__name__)
 
 Weight = Tensor | PackedTensor
@@ -130,9 +133,10 @@ class Layer:
     experts: Experts
 
 
-def get_ops(backend: str = "auto", device: torch.device | str = "cpu") -> Ops:
+def get_ops(backend: str = "auto", device: torch.device | str = "cpu", act: str | None = None) -> Ops:
     """The operations by the backend of that name, for tensors on `device`.
 
+    act: quantize what enters the experts (Ops.moe) to this format of ACTS, where they are in the format for it.
     "auto" takes the best one there: the native kernels on a CPU, those of Triton on a GPU, torch where these cannot be
     had. InputError lists the known names, and says why a backend cannot be had.
     """
@@ -142,8 +146,23 @@ def get_ops(backend: str = "auto", device: torch.device | str = "cpu") -> Ops:
         raise InputError(f"Unknown backend {backend!r}: choose one of auto, {', '.join(BACKENDS)}.")
     if reason := missing(name, device):
         raise InputError(f"The backend {name!r} cannot be had: {reason}.")
-    _log.info("kernels: backend %s, %s", name, why)
-    return Ops(name)
+    if act and (reason := _refused_act(act, name, device)):
+        raise InputError(f"Activations cannot be quantized to {act!r}: {reason}.")
+    _log.info("kernels: backend %s, %s%s", name, why, f"; activations of experts in {act}" if act else "")
+    return Ops(name, act)
+
+
+def _refused_act(act: str, backend: str, device: torch.device) -> str:
+    """Why it cannot be, empty if it can."""
+    if act not in ACTS:
+        return f"choose one of {', '.join(ACTS)}, or leave act out"
+    if backend != "triton":
+        return f"the backend {backend!r} has no kernels for it; leave act out, or run on a GPU by triton"
+    from tutel_pack.kernels.triton.chips import chip_of
+
+    chip = chip_of(device)
+    has = f"it has them for {', '.join(chip.acts)}" if chip.acts else "it has none for other formats either; leave act out"
+    return "" if act in chip.acts else f"{chip.name} has no instructions for it; {has}"
 
 
 def _best(device: torch.device) -> tuple[str, str]:
@@ -178,9 +197,11 @@ class Ops:
     backend need not have them, and may return None for what it leaves to the single operations.
     """
 
-    def __init__(self, name: str):
-        self.name = name
+    def __init__(self, name: str, act: str | None = None):
+        self.name, self.act = name, act
         self._backend = import_module(BACKENDS[name])
+        if act:
+            self._backend = self._backend.with_act(act)
         self._fused = {op: getattr(self._backend, op, None) for op in FUSED}
 
     def linear(self, x: Tensor, w: Weight, bias: Tensor | None = None) -> Tensor:

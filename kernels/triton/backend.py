@@ -11,6 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from functools import partial
+from types import SimpleNamespace
+
 import torch
 import triton
 from torch import Tensor
@@ -18,6 +21,7 @@ from torch import Tensor
 from tutel_pack.kernels import torch_backend
 from tutel_pack.kernels.ops import Heads, Layout, Weight
 from tutel_pack.kernels.torch_backend import embedding, rotation, swiglu, top_positions  # noqa: F401  (served by torch)
+from tutel_pack.kernels.triton.activations import Activations, quantizing
 from tutel_pack.kernels.triton.attention import Queries, attending, by_length, stack_picks
 from tutel_pack.kernels.triton.chips import chip_of
 from tutel_pack.kernels.triton.heads import placing
@@ -144,30 +148,49 @@ def routing(logits: Tensor, spec: Moe, correction: Tensor | None, ids: Tensor, w
 
 def moe(
     x: Tensor, ids: Tensor, weights: Tensor, gate_up: Weight, down: Weight, activation: Swiglu | ClampedSwiglu,
-    gate_up_bias: Tensor | None, down_bias: Tensor | None,
+    gate_up_bias: Tensor | None, down_bias: Tensor | None, act: str | None = None,
 ) -> Tensor:  # fmt: skip
     if not is_served(gate_up) or not is_served(down):
         return torch_backend.moe(x, ids, weights, gate_up, down, activation, gate_up_bias, down_bias)
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     first, second = Epilogue(gate_up_bias, None, activation), Epilogue(down_bias, weights.contiguous())
-    for launch in experts(x.contiguous(), ids.contiguous(), operand(gate_up), operand(down), first, second, out):
+    x, ids = x.contiguous(), ids.contiguous()
+    for launch in experts(x, ids, operand(gate_up), operand(down), first, second, out, act):
         launch.run()
     return out
 
 
 def experts(
-    x: Tensor, ids: Tensor, gate_up: Operand, down: Operand, first: Epilogue, second: Epilogue, out: Tensor
-) -> list[Launch]:
-    """What fills out [T, H]: the sort, the two products, the sum. first, second: what follows the products."""
+    x: Tensor, ids: Tensor, gate_up: Operand, down: Operand, first: Epilogue, second: Epilogue, out: Tensor,
+    act: str | None = None,
+) -> list[Launch]:  # fmt: skip
+    """What fills out [T, H]: the sort, the two products, the sum. first, second: what follows the products.  act: of
+    activations, where a weight can take them so."""
     (count, h, i), pairs, chip = down.shape, ids.numel(), chip_of(x.device)
-    problem = problem_of(gate_up, pairs)
-    up, back = tile_for(chip, problem), tile_for(chip, problem_of(down, pairs))
+    acts = [act if act and w.takes(act) else None for w in (gate_up, down)]
+    problem = problem_of(gate_up, pairs, acts[0])
+    up, back = tile_for(chip, problem), tile_for(chip, problem_of(down, pairs, acts[1]))
     tiles = Tiles.empty(pairs, problem.tiles, x.device)
     inner, pieces = x.new_empty(pairs, i), x.new_empty(pairs, h)
     flat = ids.view(-1)
+    (x, before), (given, between) = _quantized(x, acts[0]), _quantized(inner, acts[1])
     return [
         sorting(flat, count, up.bm, tiles),
+        *before,
         *product(chip, x, gate_up, inner, up, first, flat, tiles, gather=ids.shape[1]),
-        *product(chip, inner, down, pieces, back, second, flat, tiles, scatter=True),
+        *between,
+        *product(chip, given, down, pieces, back, second, flat, tiles, scatter=True),
         summing(pieces, ids, out, count),
     ]
+
+
+def _quantized(x: Tensor, act: str | None) -> tuple[Tensor | Activations, list[Launch]]:
+    if act is None:
+        return x, []
+    made, launch = quantizing(x, act)
+    return made, [launch]
+
+
+def with_act(act: str) -> SimpleNamespace:
+    """This backend, with what enters the experts quantized: see ops.ACTS."""
+    return SimpleNamespace(**{**globals(), "moe": partial(moe, act=act)})

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from tutel_pack.formats import FORMATS, PackedTensor
-from tutel_pack.kernels.ops import FlatLayout, Heads
+from tutel_pack.kernels.ops import ACTS, FlatLayout, Heads
+from tutel_pack.kernels.triton.activations import quantizing
 from tutel_pack.kernels.triton.aot import Compiled, compile_for
 from tutel_pack.kernels.triton.attention import Queries, attending
 from tutel_pack.kernels.triton.backend import routing
@@ -51,7 +52,7 @@ def all_variants(chip: Chip) -> dict[str, Variant]:
     """Everything there is, by name."""
     halves = gate_up(chip, "mxfp4", TOKENS[0], torch.float16)
     halves = replace(halves, name="gate_up mxfp4 16 float16")
-    found = [*matmuls(chip), *others(chip), *attention(chip), clamped(chip), halves]
+    found = [*matmuls(chip), *quantized(chip), *others(chip), *attention(chip), clamped(chip), halves]
     return {v.name: v for v in found}
 
 
@@ -66,10 +67,22 @@ def matmuls(chip: Chip, formats: tuple[str, ...] = PACKED, tokens: tuple[int, ..
     return [gate_up(chip, fmt, bm) for fmt in formats for bm in tokens]
 
 
-def gate_up(chip: Chip, fmt: str, bm: int, dtype: torch.dtype = torch.bfloat16) -> Variant:
+def quantized(chip: Chip) -> list[Variant]:
+    """gate_up with activations in few bits, and what makes these, where the chip has instructions for them."""
+    found = []
+    for act in chip.acts:
+        found += [gate_up(chip, ACTS[act], bm, act=act) for bm in TOKENS]
+        found.append(Variant(f"quantize {act}", quantizing(_meta(1, HIDDEN), act)[1]))
+    return found
+
+
+def gate_up(
+    chip: Chip, fmt: str, bm: int, dtype: torch.dtype = torch.bfloat16, act: str | None = None
+) -> Variant:
     w, pairs = _experts(fmt, 2 * INTERMEDIATE, HIDDEN, (INTERMEDIATE, INTERMEDIATE)), bm * EXPERTS
     x, out = _meta(pairs // TOP_K, HIDDEN, dtype=dtype), _meta(pairs, INTERMEDIATE, dtype=dtype)
-    return _variant(chip, f"gate_up {fmt} {bm}", x, w, out, Epilogue(activation=Swiglu()), gather=TOP_K)
+    name = f"gate_up {act} x {fmt} {bm}" if act else f"gate_up {fmt} {bm}"
+    return _variant(chip, name, x, w, out, Epilogue(activation=Swiglu()), act, gather=TOP_K)
 
 
 def others(chip: Chip) -> list[Variant]:
@@ -141,9 +154,12 @@ def clamped(chip: Chip) -> Variant:
     return _variant(chip, "gate_up clamped mxfp4 16", _meta(16, 2880), w, _meta(64, 2880), epilogue, gather=4)
 
 
-def _variant(chip: Chip, name: str, x: Tensor, w: Operand, out: Tensor, epilogue: Epilogue, **how) -> Variant:
-    problem = problem_of(w, len(out))
+def _variant(
+    chip: Chip, name: str, x: Tensor, w: Operand, out: Tensor, epilogue: Epilogue, act: str | None = None, **how
+) -> Variant:
+    problem = problem_of(w, len(out), act)
     tile = tile_for(chip, problem)
+    x = quantizing(x, act)[0] if act else x
     tiles = Tiles.empty(len(out), problem.tiles, torch.device("meta"))
     launch, *_ = product(chip, x, w, out, tile, epilogue, _meta(len(out), dtype=torch.int64), tiles, **how)
     return Variant(name, launch, tile)
