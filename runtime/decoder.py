@@ -28,7 +28,7 @@ class Decoder:
     """A model with its weights, packed as they come.
 
     weights: canonical name (see tutel_pack.tensors) -> Tensor or PackedTensor.
-    dtype: of activations and the cache.  backend: see kernels.ops.get_ops.
+    dtype: of activations and the cache.  backend, act: see kernels.ops.get_ops.
     InputError if a weight's shape is not what the spec says.
     """
 
@@ -39,9 +39,10 @@ class Decoder:
         device: torch.device | str,
         dtype: torch.dtype,
         backend: str = "auto",
+        act: str | None = None,
     ):
         self.spec, self.device, self.dtype = spec, torch.device(device), dtype
-        self._ops = get_ops(backend, self.device)
+        self._ops = get_ops(backend, self.device, act)
         take = Weights(weights, spec, self.device, dtype)
         self._embedding = take("model.embed_tokens.weight")
         self._layers = [_DecoderLayer(spec, i, take, self._ops) for i in range(len(spec.layers))]
