@@ -197,7 +197,7 @@ class Engine:
         new, past, tables, slots = zip(*((new, s.done, s.blocks, s.slot) for s, new in batch))
         logits = None
         if self._graphs and all(len(ids) == 1 for ids in new):
-            logits = self._graphs.forward([ids[0] for ids in new], past, tables)
+            logits = self._graphs.forward([ids[0] for ids in new], past, tables, slots)
         if logits is not None:
             return logits
         return self._decoder.forward(Batch.build(new, past, tables, self._decoder.device, slots=slots), self._cache)

@@ -2,7 +2,8 @@
 
 A recorded launch keeps its arguments. So all that changes from step to step is in buffers that stay where they are, a
 batch is filled up with sequences that nobody asked for, grids are those of the longest sequences there can be, and
-nothing may ask the host. What fills a batch up sees one position, that of a block which nobody else has, and no expert.
+nothing may ask the host. What fills a batch up sees one position, that of a block which nobody else has, and no expert;
+its states are in a slot of its own, too.
 
 `Step` is everything but the recording, and runs on any device.
 """
@@ -76,36 +77,41 @@ class _OnDevice(Sequence):
 class Step:
     """The decoding step of `size` sequences, one new token each.
 
-    most: blocks of the longest one.  spare: a block of the cache for what fills the batch up.
+    most: blocks of the longest one.  spare, slot: a block and a slot of the cache for what fills the batch up.
     """
 
-    def __init__(self, decoder: Decoder, cache: PagedCache, size: int, most: int, spare: int):
-        self._decoder, self._cache, self._spare = decoder, cache, spare
+    def __init__(self, decoder: Decoder, cache: PagedCache, size: int, most: int, spare: int, slot: int = 0):
+        self._decoder, self._cache, self._spare, self._slot = decoder, cache, spare, slot
         kind = {"dtype": torch.int64, "pin_memory": decoder.device.type == "cuda"}
-        self._host = torch.empty(5, size, **kind), torch.full((size, most), spare, **kind)
+        self._host = torch.empty(6, size, **kind), torch.full((size, most), spare, **kind)
         self._numbers, self._tables = (torch.empty_like(t, device=decoder.device, pin_memory=False) for t in self._host)
         self._rows: list[Sequence[int]] = [()] * size
         self._layout = self._make_layout(size, most)
-        self.fill([], [], [])
+        self.fill([], [], [], [])
 
     def _make_layout(self, size: int, most: int) -> Layout:
-        _, _, lengths, slots, _ = self._numbers
-        starts = torch.arange(size + 1, device=self._decoder.device)
+        _, _, lengths, slots, states, _ = self._numbers
+        starts = torch.arange(size + 1, device=slots.device)
         on_device = _OnDevice(size, "lengths"), _OnDevice(size, "blocks")
-        layout = Layout(range(size + 1), *on_device, slots, used=torch.empty(size, dtype=torch.bool, device=slots.device))
+        used = torch.empty(size, dtype=torch.bool, device=slots.device)
+        layout = Layout(range(size + 1), *on_device, slots, states if self._decoder.stateful else None, used)
         # What a Layout makes of lengths and tables that the host knows.
         vars(layout)["flat"] = FlatLayout(starts, lengths, self._tables.view(-1), starts[:-1] * most, most)
         return layout
 
-    def fill(self, tokens: Sequence[int], past: Sequence[int], tables: Sequence[Sequence[int]]) -> None:
-        """Take a batch of at most `size`: new tokens, the positions that each sequence has in the cache already, and
-        the blocks that it has there. The last step must be over: its numbers are overwritten."""
+    def fill(
+        self, tokens: Sequence[int], past: Sequence[int], tables: Sequence[Sequence[int]], slots: Sequence[int]
+    ) -> None:
+        """Take a batch of at most `size`: new tokens, the positions that each sequence has in the cache already, the
+        blocks that it has there, and its state slot. The last step must be over: its numbers are overwritten."""
         block, missing = self._cache.block_size, len(self._rows) - len(tokens)
-        slots = [table[p // block] * block + p % block for p, table in zip(past, tables)]
-        used = [[1] * len(tokens) + [0] * missing]
-        rows = (tokens, 0), (past, 0), ([p + 1 for p in past], 1), (slots, self._spare * block)
+        places = [table[p // block] * block + p % block for p, table in zip(past, tables)]
+        rows = (
+            (tokens, 0), (past, 0), ([p + 1 for p in past], 1), (places, self._spare * block), (slots, self._slot),
+            ([1] * len(tokens), 0),
+        )  # fmt: skip
         numbers, blocks = self._host
-        numbers.copy_(torch.tensor([[*row, *[other] * missing] for row, other in rows] + used))
+        numbers.copy_(torch.tensor([[*row, *[other] * missing] for row, other in rows]))
         self._numbers.copy_(numbers, non_blocking=True)
         if self._write([*tables, *[[self._spare]] * missing]):
             self._tables.copy_(blocks, non_blocking=True)
@@ -120,7 +126,7 @@ class Step:
 
     def run(self) -> Tensor:
         """float32 logits [size, vocab]; the first rows are those of the batch. Nothing here waits for the device."""
-        tokens, positions, _, _, used = self._numbers
+        tokens, positions, *_, used = self._numbers
         torch.ne(used, 0, out=self._layout.used)
         return self._decoder.step(tokens, positions, self._layout, self._cache)
 
@@ -168,32 +174,34 @@ class Graphs:
         return cls(decoder)
 
     def bind(self, cache: PagedCache, most: int) -> None:
-        """Take another cache, and one block of it; most: blocks that a sequence may have there."""
-        (spare,) = cache.allocate(1)
+        """Take another cache, and one block and slot of it; most: blocks that a sequence may have there."""
+        (spare,), slot = cache.allocate(1), cache.allocate_slot()
         pool = torch.cuda.graph_pool_handle() if self._decoder.device.type == "cuda" else None
-        self._bound = cache, most, spare, pool
+        self._bound, self._states = (cache, most, spare, slot, pool), cache.sequences
 
     def unbind(self) -> None:
         """Let go of the cache, and of the graphs that are made for it."""
-        self._bound, self._steps = None, {}
+        self._bound, self._states, self._steps = None, None, {}
 
     def forward(
-        self, tokens: Sequence[int], past: Sequence[int], tables: Sequence[Sequence[int]]
+        self, tokens: Sequence[int], past: Sequence[int], tables: Sequence[Sequence[int]], slots: Sequence[int]
     ) -> Tensor | None:
         """float32 logits [S, vocab] of one new token for each sequence, valid until the next call; see Step.fill. None
         if this decoder's step cannot be recorded, which the log then says."""
         size = 1 << (len(tokens) - 1).bit_length()
+        if self._states is not self._bound[0].sequences:  # which are other tensors when they have grown
+            self._states, self._steps = self._bound[0].sequences, {}
         if self._possible and size not in self._steps:
             self._add(size)
         if not self._possible:
             return None
         step, replay = self._steps[size]
-        step.fill(tokens, past, tables)
+        step.fill(tokens, past, tables, slots)
         return replay()[: len(tokens)]
 
     def _add(self, size: int) -> None:
-        cache, most, spare, pool = self._bound
-        step = Step(self._decoder, cache, size, most, spare)
+        cache, most, spare, slot, pool = self._bound
+        step = Step(self._decoder, cache, size, most, spare, slot)
         try:
             self._steps[size] = step, self._record(step.run, pool)
         except HostNeeded as e:
@@ -205,8 +213,4 @@ def obstacle(decoder) -> str:
     """Why there can be no graphs, empty if nothing is known that speaks against them."""
     if not isinstance(decoder, Decoder):
         return "the model runs through its transformers module"
-    if decoder.backend != "triton":
-        return f"the backend {decoder.backend} waits for the device"
-    if decoder.stateful:
-        return "states of sequences are updated by operations that ask the host how long these are"
-    return ""
+    return "" if decoder.backend == "triton" else f"the backend {decoder.backend} waits for the device"

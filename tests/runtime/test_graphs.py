@@ -63,6 +63,8 @@ def test_the_rest_is_not(name):
 
 # Models of full size, of which nothing is allocated
 
+LAYER = KNOWN["Qwen3-30B-A3B"].layers[0]
+
 
 @pytest.fixture
 def nothing_runs(monkeypatch) -> list[Launch]:
@@ -88,6 +90,7 @@ def weightless(spec: ModelSpec, fmt: str = "mxfp4", backend: str = "triton", emb
 def run_without_host(decoder: Decoder, size: int = 4, most: int = 8) -> Tensor:
     """The step on a device without values: to ask it for one is an error, with or without NoHost."""
     cache = decoder.new_cache(2 * most)
+    cache.allocate_slot()
     step = Step(decoder, cache, size, most, spare=0)
     step.run()
     with NoHost():
@@ -107,11 +110,16 @@ def test_a_step_never_asks_the_host(name, chip, nothing_runs, monkeypatch):
     assert {"grouped_matmul", "sort_pairs", "sum_pieces", "route", "attend"} <= names
 
 
+@pytest.mark.parametrize("grouped", [True, False])
+def test_nor_do_delta_nets(grouped, nothing_runs):
+    net = Layer(DeltaNet(16, 32, 128, 128, 4, grouped), LAYER.mlp)
+    run_without_host(weightless(replace(KNOWN["Qwen3-30B-A3B"], layers=(net, LAYER))))
+
+
 def test_nor_does_a_packed_embedding(nothing_runs):
     run_without_host(weightless(replace(KNOWN["Qwen3-30B-A3B"], layers=KNOWN["Qwen3-30B-A3B"].layers[:1]), embedding="fp8"))
 
 
-LAYER = KNOWN["Qwen3-30B-A3B"].layers[0]
 HOST_BOUND = {
     "an indexer": (KNOWN["GLM-5"].layers[4], "asks the host for the lengths"),
     "dynamic angles": (
@@ -156,6 +164,7 @@ SMALL = {
     "grouped heads": (Layer(GQA, MOE), Layer(GQA, Mlp(48))),
     "windows and sinks": (Layer(NEAR, GPT_OSS), Layer(replace(NEAR, window=None), GPT_OSS)),
     "latents": (Layer(LATENT, DEEPSEEK),),
+    "delta net": (Layer(DeltaNet(2, 4, 16, 16, 4, True), MOE), Layer(GQA, Mlp(48))),
 }
 BLOCK = 8
 
@@ -188,32 +197,36 @@ def decode_twice(name: str, damage: str = "") -> list[tuple[Tensor, Tensor]]:
         for layer in cache.tokens:
             for pool in layer.values():
                 pool[spare] = 0  # what nobody reads would be NaN, and not equal
-        tables = [cache.allocate(3) for _ in PROMPTS]
-        decoder.forward(Batch.build(PROMPTS, [0] * 3, tables), cache)
-        step = Step(decoder, cache, 4, 5, spare) if padded else None
+        tables, slot = [cache.allocate(3) for _ in PROMPTS], cache.allocate_slot()
+        slots = [cache.allocate_slot() for _ in PROMPTS]
+        decoder.forward(Batch.build(PROMPTS, [0] * 3, tables, slots=slots), cache)
+        step = Step(decoder, cache, 4, 5, spare, slot) if padded else None
         lengths, found = [len(p) for p in PROMPTS], []
         for new in ([7, 8, 9], [1, 2, 3]):
             if padded:
-                step.fill(*damaged(damage, new, lengths, tables))
+                step.fill(*damaged(damage, new, lengths, tables, slots))
                 found.append(step.run()[:3])
             else:
-                found.append(decoder.forward(Batch.build([[t] for t in new], lengths, tables), cache))
+                found.append(decoder.forward(Batch.build([[t] for t in new], lengths, tables, slots=slots), cache))
             lengths = [n + 1 for n in lengths]
         pools = [pool.nan_to_num(7.0) for layer in cache.tokens for pool in layer.values()]
         for pool in pools:
             pool[spare] = 0
+        pools += [pool[slots] for layer in cache.sequences for pool in layer.values()]
         runs.append([*found, *pools])
     return list(zip(*runs))
 
 
-def damaged(damage: str, tokens, past, tables):
+def damaged(damage: str, tokens, past, tables, slots):
     if damage == "tokens":
         tokens = tokens[::-1]
     if damage == "lengths":
         past = [p - 1 for p in past]
     if damage == "tables":
         tables = [tables[0], tables[1], tables[2][::-1]]
-    return tokens, past, tables
+    if damage == "slots":
+        slots = slots[::-1]
+    return tokens, past, tables, slots
 
 
 def differences(pairs: list[tuple[Tensor, Tensor]]) -> list[float]:
@@ -228,9 +241,10 @@ def test_the_padded_step_is_the_step(name):
     assert len(worst) >= 3 and max(worst) < 2e-5, worst
 
 
-@pytest.mark.parametrize("damage", ["tokens", "lengths", "tables"])
+@pytest.mark.parametrize("damage", ["tokens", "lengths", "tables", "slots"])
 def test_the_comparison_sees(damage):
-    run = interpreted.submit("tests.runtime.test_graphs:decode_twice", "latents", damage)
+    name = "delta net" if damage == "slots" else "latents"
+    run = interpreted.submit("tests.runtime.test_graphs:decode_twice", name, damage)
     assert max(differences(run.result()[:2])) > 1e-2
 
 
@@ -245,7 +259,7 @@ def experts_of_a_step(name: str) -> list[Tensor]:
     backend.moe = lambda x, chosen, *rest: ids.append(chosen.clone()) or kept(x, chosen, *rest)
     try:
         step = Step(decoder, cache, 4, 4, spare)
-        step.fill([5, 6], [2, 1], tables)
+        step.fill([5, 6], [2, 1], tables, [0, 0])
         step.run()
     finally:
         backend.moe = kept
@@ -259,7 +273,7 @@ def test_padding_passes_no_expert():
 
 def generated(recorded: bool) -> tuple[list[list[int]], list[int]]:
     """Run by a worker: the tokens of four prompts, of which one is much longer; and the sizes of steps."""
-    decoder, sizes = small_decoder("grouped heads"), []
+    decoder, sizes = small_decoder("delta net"), []
 
     def record(run, pool):
         sizes.append(len(run()))
@@ -313,12 +327,6 @@ def test_other_backends_are_not_recorded(caplog):
     assert "the backend torch waits for the device" in caplog.text
 
 
-def test_states_are_not_recorded(caplog):
-    net = DeltaNet(2, 4, 16, 16, 4, False)
-    spec = replace(KNOWN["Qwen3-30B-A3B"], layers=(replace(LAYER, attention=net),))
-    assert Graphs.of(on_a_gpu(weightless(spec))) is None and "states of sequences" in caplog.text
-
-
 def test_a_step_that_cannot_be_recorded_is_tried_once(caplog):
     decoder, tries = weightless(replace(KNOWN["Qwen3-30B-A3B"], layers=(LAYER,))), []
 
@@ -328,7 +336,8 @@ def test_a_step_that_cannot_be_recorded_is_tried_once(caplog):
 
     found = Graphs(decoder, refuse)
     found.bind(decoder.new_cache(4), 2)
-    assert found.forward([1], [0], [[2]]) is None and found.forward([1, 2], [0, 0], [[2], [3]]) is None
+    assert found.forward([1], [0], [[2]], [1]) is None
+    assert found.forward([1, 2], [0, 0], [[2], [3]], [1, 2]) is None
     assert len(tries) == 1 and caplog.text.count("decoding without graphs: an operation needs the host") == 1
 
 
