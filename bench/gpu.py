@@ -2,9 +2,9 @@
 
 Expert layers of real models, decoding 1, 4, 16 and 64 tokens and prefilling 4096, each as a captured graph. Decoding is
 compared with the measured rate of copying memory, by the weights of the experts in use; prefilling with the measured
-rate of a bfloat16 product, and with torch's grouped product of bfloat16 weights. Where the chip has instructions for it,
-prefilling is measured with quantized activations, too. What the time is not enough for is named. Goal: 0.8 of the copy's
-bandwidth, 0.65 of the product's rate.
+rate of a bfloat16 product, and with torch's grouped product of bfloat16 weights. Where the chip has instructions for
+it, prefilling is measured with quantized activations, too. What the time is not enough for is named. Goal: 0.8 of the
+copy's bandwidth, 0.65 of the product's rate.
 """
 
 from __future__ import annotations
@@ -74,11 +74,10 @@ def measure(name: str, fmt: str, limits: dict, deadline: float) -> list[dict]:
         print(row, flush=True)
     for act in (a for a in chip_of(torch.device("cuda")).acts if ACTS[a] == fmt and time.monotonic() < deadline):
         seconds = moe_seconds(layer, weights, PREFILL, act)
-        rate = layer.flops(PREFILL) / seconds / limits["bf16_flops_per_second"]
-        rows.append({
-            "layer": name, "format": fmt, "act": act, "tokens": PREFILL, "seconds": seconds, "fraction_of_matmul_rate": rate
-        })  # fmt: skip
-        print(rows[-1], flush=True)
+        row = {"layer": name, "format": fmt, "act": act, "tokens": PREFILL, "seconds": seconds}
+        row["fraction_of_matmul_rate"] = layer.flops(PREFILL) / seconds / limits["bf16_flops_per_second"]
+        rows.append(row)
+        print(row, flush=True)
     return rows
 
 

@@ -161,8 +161,10 @@ def _refused_act(act: str, backend: str, device: torch.device) -> str:
     from tutel_pack.kernels.triton.chips import chip_of
 
     chip = chip_of(device)
-    has = f"it has them for {', '.join(chip.acts)}" if chip.acts else "it has none for other formats either; leave act out"
-    return "" if act in chip.acts else f"{chip.name} has no instructions for it; {has}"
+    if act in chip.acts:
+        return ""
+    others = f"has them for {', '.join(chip.acts)}" if chip.acts else "has none for other formats either; leave act out"
+    return f"{chip.name} has no instructions for it; it {others}"
 
 
 def _best(device: torch.device) -> tuple[str, str]:

@@ -32,8 +32,8 @@ _TINY = tl.constexpr(torch.finfo(torch.float32).tiny)
 
 @dataclass(frozen=True)
 class Activations:
-    """data uint8 [rows, ·]: e4m3, or two e2m1 to a byte, the even one in the low bits; scale [rows, ·]: uint8 of e8m0 or
-    e4m3, or float32; factors: float32 [rows], or None."""
+    """data uint8 [rows, ·]: e4m3, or two e2m1 to a byte, the even one in the low bits.  scale [rows, ·]: uint8 of e8m0
+    or e4m3, or float32.  factors: float32 [rows], or None."""
 
     act: str
     data: Tensor

@@ -1,10 +1,10 @@
 """The backend of ops.py for NVIDIA's and AMD's GPUs: kernels in Triton, which TRITON_INTERPRET=1 runs on a CPU.
 
-Kernels are linear (of packed weights), moe, route, rms_norm, rope, attention and latent_attention of sequences with
-one new token, and for `attend` one that norms, turns and stores before them. The rest is torch's: attention of sequences with several, top_positions, embedding, rotation, swiglu,
-products with plain matrices, and weights whose geometry `matmul.is_served` excludes. Nothing here waits for the device,
-and grids depend on shapes and the layout alone. An expert id that does not exist counts as −1, for to tell would mean
-to wait.
+Kernels are linear (of packed weights), moe, route, rms_norm, rope, attention and latent_attention of sequences with one
+new token, and for `attend` one that norms, turns and stores before them. The rest is torch's: attention of sequences
+with several, top_positions, embedding, rotation, swiglu, products with plain matrices, and weights whose geometry
+`matmul.is_served` excludes. Nothing here waits for the device, and grids depend on shapes and the layout alone. An
+expert id that does not exist counts as −1, for to tell would mean to wait.
 """
 
 from __future__ import annotations

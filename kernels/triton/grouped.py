@@ -228,7 +228,8 @@ def grouped_matmul(
     order, tile_expert, tile_first, tile_last,
     tiles_m, pairs, x_per_row, N, K, first, segments,
     w_expert, w_row, w_words, scale_expert, scale_row, out_row, out_split, x_row, x_scale_row,
-    FMT: tl.constexpr, ACT: tl.constexpr, DOT: tl.constexpr, NATIVE: tl.constexpr, PAIRS: tl.constexpr, FRAGMENT: tl.constexpr,
+    FMT: tl.constexpr, ACT: tl.constexpr, DOT: tl.constexpr,
+    NATIVE: tl.constexpr, PAIRS: tl.constexpr, FRAGMENT: tl.constexpr,
     ALIGN: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, E8M0: tl.constexpr,
     GROUPED: tl.constexpr, GATHER: tl.constexpr, SCATTER: tl.constexpr,
     GATED: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr, SHIFT: tl.constexpr,
@@ -237,8 +238,8 @@ def grouped_matmul(
 ):  # fmt: skip
     """out[row] = epilogue(w[expert] · x[row]); an element's sum is that of one program, or of SPLIT.
 
-    x [·, K]; where there is ACT, x, x_scale and x_factors are those of activations.Activations, with rows of x_row bytes
-        and x_scale_row scales.
+    x [·, K]; where there is ACT, x, x_scale and x_factors are those of activations.Activations, with rows of x_row
+        bytes and x_scale_row scales.
     w: words [E, N, ·] of FMT; elements if that is "plain"; bytes if NATIVE (fp8 that the chip converts) or if ACT.
     scale [E, ·, ·]: bits of the block scales, of BLOCK_N × BLOCK_K elements each; for fp8 float32, or bytes if E8M0.
     factors float32 [E, segments]: global scales.

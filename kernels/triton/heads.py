@@ -79,8 +79,8 @@ def place_heads(
     """Queries q [T, heads · D] to turned [T, heads, D]; keys and values [T, kv_heads · D] to the pools keys and values
     [·, BLOCK, kv_heads, D] at slots int64 [T]. See ops.Ops.attend.
 
-    q_norm, k_norm: [D] or None.  cos, sin: float32 [T, HALF], None where HALF is 0.  Strides in elements: of a token, of
-    a pool's block, position and head.  BV: a power of two that D fits into.
+    q_norm, k_norm: [D] or None.  cos, sin: float32 [T, HALF], None where HALF is 0.  Strides in elements: of a token,
+    of a pool's block, position and head.  BV: a power of two that D fits into.
     """
     token, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
     q_tiles, kv_tiles = tl.cdiv(heads, BR), tl.cdiv(kv_heads, BR)
@@ -113,8 +113,8 @@ def placing(
     q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, slots: Tensor,
     rotation: tuple[Tensor, Tensor] | None, how: Heads, turned: Tensor,
 ) -> Launch:  # fmt: skip
-    """Of q, k, v as for Ops.attend, strided by row, into turned [T, heads, D], contiguous, and into the pools, which are
-    laid out alike."""
+    """Of q, k, v as for Ops.attend, strided by row, into turned [T, heads, D], contiguous, and into the pools, which
+    are laid out alike."""
     tokens, heads, d = turned.shape
     kv_heads, half = keys.shape[2], rotation[0].shape[1] if rotation else 0
     cos, sin = rotation or (None, None)

@@ -53,7 +53,7 @@ class Operand:
         return tile.bk == {"fp8": 64, PLAIN: 0}.get(self.fmt, 128) and tile.bn % (16 * tile.warps) == 0
 
     def takes(self, act: str) -> bool:
-        """Whether it can be multiplied with activations in that format: scales of fp8 are then applied to whole steps."""
+        """Whether it can be multiplied with activations in that format; scales of fp8 then go to sums of whole steps."""
         if self.fmt != "fp8":
             return ACTS[act] == self.fmt
         return ACTS[act] == "fp8" and self.scale.dtype == torch.float32 and _fits(self.block[1], STEP, self.shape[2])
@@ -190,9 +190,8 @@ def product(
 def _taken(x: Tensor | Activations) -> dict[str, Tensor | int | None]:
     if isinstance(x, Tensor):
         return {"x": x, "x_scale": None, "x_factors": None, "x_row": 0, "x_scale_row": 0}
-    return {
-        "x": x.data, "x_scale": x.scale, "x_factors": x.factors, "x_row": x.data.shape[1], "x_scale_row": x.scale.shape[1]
-    }  # fmt: skip
+    rows = {"x_row": x.data.shape[1], "x_scale_row": x.scale.shape[1]}
+    return {"x": x.data, "x_scale": x.scale, "x_factors": x.factors, **rows}
 
 
 def _finishing(

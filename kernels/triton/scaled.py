@@ -12,8 +12,8 @@ def scaled_product(
     ACT: tl.constexpr, BLOCK_K: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr, EVEN_K: tl.constexpr,
 ):  # fmt: skip
-    """[BN, BM]. x, x_scale: pointers to rows [BM, 1] of activations.Activations, whose rows are whole steps; w, scale: to
-    the expert, bytes and scales as they are stored.
+    """[BN, BM]. x, x_scale: pointers to rows [BM, 1] of activations.Activations, whose rows are whole steps; w, scale:
+    to the expert, bytes and scales as they are stored.
 
     Scales of mxfp8 and nvfp4 belong to the instruction, those of fp8 to the sums of its blocks.
     """

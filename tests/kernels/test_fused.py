@@ -144,6 +144,14 @@ def test_routed(ops, kind, tokens, dtype):
         assert not torch.equal(ops.routed(x, flipped), expected)
 
 
+def test_tokens_that_are_not_used_pass_no_expert(ops):
+    experts = experts_of(Router(), Swiglu(), False)
+    x, used = normal(5, 96, seed=9), torch.tensor([True, False, True, True, False])
+    got, expected = ops.routed(x, experts, used), ops.routed(x, experts)
+    assert_close(got[used], expected[used])
+    assert not got[~used].any() and expected[~used].abs().max() > 0.01
+
+
 def layer_of(case: Attention, biased: bool) -> Layer:
     """Around the heads of a case, whose hidden size is 96."""
     rows = {"q": 128, "k": 64, "v": 64}

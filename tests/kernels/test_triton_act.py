@@ -9,7 +9,17 @@ import numpy as np
 import pytest
 import torch
 from tests.kernels import interpreted
-from tests.kernels.reference import E2M1, E4M3, decode64, linear64, moe64, random_packed, tolerance, tokens_of_experts, worst_tile
+from tests.kernels.reference import (
+    E2M1,
+    E4M3,
+    decode64,
+    linear64,
+    moe64,
+    random_packed,
+    tokens_of_experts,
+    tolerance,
+    worst_tile,
+)
 from tests.kernels.test_products import CONTROLS, MoeCase, x_of
 from torch import Tensor
 
@@ -19,7 +29,6 @@ from tutel_pack.kernels.ops import ACTS, Ops, get_ops
 from tutel_pack.kernels.triton import backend, chips
 from tutel_pack.kernels.triton.matmul import operand
 
-FORMATS_OF = dict(ACTS)
 GROUP = {"mxfp8": 32, "nvfp4": 16, "fp8": 128}
 
 
@@ -38,7 +47,7 @@ def quantize(x: Tensor, act: str):
 
 
 def nearest(y: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """Indices of the nearest values to float64 y [n]; of two as near the even one. values: by code, those not negative."""
+    """Indices of the values nearest to float64 y [n]; of two as near the even one.  values: by code, none negative."""
     distance = np.abs(np.abs(y)[:, None] - values)
     best = distance.min(1, keepdims=True)
     codes = np.arange(len(values))
@@ -54,10 +63,11 @@ def act64(x: Tensor, act: str) -> np.ndarray:
     x32, out = x.float().numpy(), np.zeros(x.shape)
     for row, values in enumerate(x32):
         # In float32, as scales are stored and divided by; a product of scales is rounded too.
-        factor = max(np.float32(np.abs(values).max()) / np.float32(6 * 448), np.float32(2.0**-126))
+        largest = np.abs(values).max()
+        factor = max(largest / np.float32(6 * 448), np.float32(2.0**-126)) if largest else np.float32(1)
         for start in range(0, x.shape[1], GROUP[act]):
-            block = values[start : start + GROUP[act]]
-            out[row, start : start + GROUP[act]] = _block64(block, act, factor if np.abs(values).max() else np.float32(1))
+            block = slice(start, start + GROUP[act])
+            out[row, block] = _block64(values[block], act, factor)
     return out
 
 
@@ -70,7 +80,8 @@ def _block64(block: np.ndarray, act: str, factor: np.float32) -> np.ndarray:
     if act == "fp8":
         scale = max(amax / np.float32(448), np.float32(2.0**-126))
         return signed((block / scale).astype(np.float64), positive) * np.float64(scale)
-    own = np.float32(positive[nearest(np.array([max(amax / (np.float32(6) * factor), np.float32(2.0**-9))], np.float64), positive)[0]])
+    wanted = max(amax / (np.float32(6) * factor), np.float32(2.0**-9))
+    own = np.float32(positive[nearest(np.array([wanted], np.float64), positive)[0]])
     return signed((block / (own * factor)).astype(np.float64), E2M1[:8]) * np.float64(own) * np.float64(factor)
 
 
@@ -155,7 +166,7 @@ SHAPES = {
 def test_product(shape, act):
     """In float32: nothing is left to hide behind, as both factors are known to the last bit."""
     t, segments, k, split = SHAPES[shape]
-    w, x = random_packed(FORMATS_OF[act], (sum(segments), k), segments), x_of(t, k, dtype=torch.float32)
+    w, x = random_packed(ACTS[act], (sum(segments), k), segments), x_of(t, k, dtype=torch.float32)
     y = submit(x, w, act, split).result()
     limit = tolerance(torch.float32, k)
     assert worst_tile(y, expected(x, w, act)) < limit
@@ -165,7 +176,7 @@ def test_product(shape, act):
 
 @pytest.mark.parametrize("act", ACTS)
 def test_the_check_of_products_sees(act):
-    w, x = random_packed(FORMATS_OF[act], (1, 40, 288), (20, 20)), x_of(6, 288, dtype=torch.float32)
+    w, x = random_packed(ACTS[act], (1, 40, 288), (20, 20)), x_of(6, 288, dtype=torch.float32)
     right, limit = expected(x, w.expert(0), act), tolerance(torch.float32, 288)
     runs = {damage: submit(x, w.expert(0), act, 1, damage) for damage in ("scales", "elements")}
     if act != "fp8":
@@ -203,7 +214,7 @@ MOE = MoeCase(9, 3, 5, 96, 160, [[-1, 1, 3], [0, -1, -1], [-1, -1, -1], [2, 1, 7
 def test_moe(act):
     """An activation between its products that is a last bit off may be rounded to another code: rare, and of one value
     in 160 by 2⁻⁴ of it at most (2⁻² for nvfp4)."""
-    arguments = MOE.arguments(FORMATS_OF[act], torch.float32)
+    arguments = MOE.arguments(ACTS[act], torch.float32)
     y = interpreted.submit("tests.kernels.test_triton_act:experts", arguments, act).result()
     ids = arguments[1].masked_fill(arguments[1] >= MOE.experts, -1)
     groups = tokens_of_experts(ids, MOE.experts)
@@ -230,7 +241,8 @@ def test_what_takes_which():
     assert not operand(weight(fp8.with_block((32, 32)))).takes("fp8")
     assert not operand(weight(fp8.with_scale((1, 32), torch.uint8))).takes("fp8")
     for act, own in ACTS.items():
-        assert [fmt for fmt in ("fp8", "mxfp4", "nvfp4", "int4", "bf16") if operand(weight(FORMATS[fmt])).takes(act)] == [own]
+        formats = ("fp8", "mxfp4", "nvfp4", "int4", "bf16")
+        assert [fmt for fmt in formats if operand(weight(FORMATS[fmt])).takes(act)] == [own]
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,5 @@
-"""`attend` of the triton backend, in the interpreter: norms, rotations and the cache in one kernel, against float64, with
-outputs that are NaN before; and the whole bit for bit as the same operations one by one."""
+"""`attend` of the triton backend, in the interpreter: norms, rotations and the cache in one kernel, against float64,
+with outputs that are NaN before; and the whole as the same operations one by one."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ def place(case: Attention, rows: int | None = None, damage: str = "") -> list[Te
         rotation = tuple(r.flip(0) for r in rotation)
     if damage == "slots":
         slots = slots.flip(0)
-    pools, turned = [pool.clone() for pool in case.pools], torch.full((len(case.q), 4, 32), torch.nan, dtype=case.q.dtype)
+    pools = [pool.clone() for pool in case.pools]
+    turned = torch.full((len(case.q), 4, 32), torch.nan, dtype=case.q.dtype)
     launch = placing(case.q, case.k, case.v, *pools, slots, rotation, how, turned)
     if rows:
         launch.arguments["BR"] = rows

@@ -11,6 +11,7 @@ from tests.kernels.reference import random_packed
 from torch import Tensor
 
 from tutel_pack.formats import FORMATS, PackedTensor
+from tutel_pack.kernels.ops import ACTS
 from tutel_pack.kernels.triton import backend, chips
 from tutel_pack.kernels.triton.launch import Launch
 from tutel_pack.known import KNOWN
@@ -20,7 +21,20 @@ from tutel_pack.runtime.decoder import Decoder
 from tutel_pack.runtime.engine import Engine
 from tutel_pack.runtime.graphs import Graphs, HostNeeded, NoHost, Step
 from tutel_pack.runtime.sampling import SamplingParams
-from tutel_pack.spec import Attention, ClampedSwiglu, DeltaNet, Dynamic, Layer, Mla, Mlp, ModelSpec, Moe, Rope, Router, Yarn
+from tutel_pack.spec import (
+    Attention,
+    ClampedSwiglu,
+    DeltaNet,
+    Dynamic,
+    Layer,
+    Mla,
+    Mlp,
+    ModelSpec,
+    Moe,
+    Rope,
+    Router,
+    Yarn,
+)
 from tutel_pack.tensors import KEEP, canonical_tensors
 
 # What no graph can hold
@@ -74,7 +88,9 @@ def nothing_runs(monkeypatch) -> list[Launch]:
     return launches
 
 
-def weightless(spec: ModelSpec, fmt: str = "mxfp4", backend: str = "triton", embedding: str | None = None) -> Decoder:
+def weightless(
+    spec: ModelSpec, fmt: str = "mxfp4", backend: str = "triton", embedding: str | None = None, act: str | None = None
+) -> Decoder:
     tensors = canonical_tensors(spec)
 
     def load(name: str) -> Tensor | PackedTensor:
@@ -84,7 +100,7 @@ def weightless(spec: ModelSpec, fmt: str = "mxfp4", backend: str = "triton", emb
             return torch.empty(tensor.shape, dtype=torch.bfloat16, device="meta")
         return PackedTensor.empty(FORMATS[kind], tensor.shape, tensor.segments or tensor.shape[-2:-1], "meta")
 
-    return Decoder(spec, load, "meta", torch.bfloat16, backend)
+    return Decoder(spec, load, "meta", torch.bfloat16, backend, act)
 
 
 def run_without_host(decoder: Decoder, size: int = 4, most: int = 8) -> Tensor:
@@ -116,8 +132,14 @@ def test_nor_do_delta_nets(grouped, nothing_runs):
     run_without_host(weightless(replace(KNOWN["Qwen3-30B-A3B"], layers=(net, LAYER))))
 
 
+@pytest.mark.parametrize("act", ACTS)
+def test_nor_do_quantized_activations(act, nothing_runs):
+    run_without_host(weightless(replace(KNOWN["Qwen3-30B-A3B"], layers=(LAYER,)), ACTS[act], act=act))
+    assert [launch.kernel.__name__ for launch in nothing_runs].count("quantize") == 4, "two products in two steps"
+
+
 def test_nor_does_a_packed_embedding(nothing_runs):
-    run_without_host(weightless(replace(KNOWN["Qwen3-30B-A3B"], layers=KNOWN["Qwen3-30B-A3B"].layers[:1]), embedding="fp8"))
+    run_without_host(weightless(replace(KNOWN["Qwen3-30B-A3B"], layers=(LAYER,)), embedding="fp8"))
 
 
 HOST_BOUND = {
@@ -155,7 +177,8 @@ def test_weights_without_a_kernel_ask(nothing_runs, monkeypatch):
 # Small models in the interpreter
 
 GQA = Attention(4, 2, 16, Rope(1e4, 16), qk_norm="head")
-NEAR = Attention(4, 2, 16, Rope(1e4, 16, False, Yarn(4.0, 64, 32.0, 1.0, False, 1.1)), bias="qkvo", sinks=True, window=7)
+STRETCHED = Rope(1e4, 16, False, Yarn(4.0, 64, 32.0, 1.0, False, 1.1))
+NEAR = Attention(4, 2, 16, STRETCHED, bias="qkvo", sinks=True, window=7)
 LATENT = Mla(3, None, 24, 12, 20, Rope(1e4, 8, True), 20**-0.5)
 MOE = Moe(6, 2, 32)
 GPT_OSS = Moe(6, 2, 32, Router("softmax_chosen", bias=True), activation=ClampedSwiglu(7.0, 1.702, 1.0), bias=True)
