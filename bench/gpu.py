@@ -2,8 +2,9 @@
 
 Expert layers of real models, decoding 1, 4, 16 and 64 tokens and prefilling 4096, each as a captured graph. Decoding is
 compared with the measured rate of copying memory, by the weights of the experts in use; prefilling with the measured
-rate of a bfloat16 product, and with torch's grouped product of bfloat16 weights. What the time is not enough for is
-named. Goal: 0.8 of the copy's bandwidth, 0.65 of the product's rate.
+rate of a bfloat16 product, and with torch's grouped product of bfloat16 weights. Where the chip has instructions for
+it, prefilling is measured with quantized activations, too. What the time is not enough for is named. Goal: 0.8 of the
+copy's bandwidth, 0.65 of the product's rate.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import torch
 import torch.nn.functional as F
 import triton
 
-from tutel_pack.kernels.ops import get_ops
+from tutel_pack.kernels.ops import ACTS, get_ops
 from tutel_pack.kernels.triton.chips import chip_of
 from tutel_pack.kernels.triton.layers import LAYERS, ExpertLayer, random_routing
 
@@ -71,12 +72,18 @@ def measure(name: str, fmt: str, limits: dict, deadline: float) -> list[dict]:
             row["fraction_of_copy_bandwidth"] = used / seconds / limits["copy_bytes_per_second"]
         rows.append(row)
         print(row, flush=True)
+    for act in (a for a in chip_of(torch.device("cuda")).acts if ACTS[a] == fmt and time.monotonic() < deadline):
+        seconds = moe_seconds(layer, weights, PREFILL, act)
+        row = {"layer": name, "format": fmt, "act": act, "tokens": PREFILL, "seconds": seconds}
+        row["fraction_of_matmul_rate"] = layer.flops(PREFILL) / seconds / limits["bf16_flops_per_second"]
+        rows.append(row)
+        print(row, flush=True)
     return rows
 
 
-def moe_seconds(layer: ExpertLayer, weights: tuple, tokens: int) -> float:
+def moe_seconds(layer: ExpertLayer, weights: tuple, tokens: int, act: str | None = None) -> float:
     """Median over several routings, each as a graph: what was read the last time is not read again at once."""
-    ops = get_ops("triton", "cuda")
+    ops = get_ops("triton", "cuda", act)
     x = torch.randn(tokens, layer.hidden, device="cuda").bfloat16()
     routings = [random_routing(layer, tokens, "cuda") for _ in range(8)]
     return median_seconds([lambda r=r: ops.moe(x, *r, *weights, layer.activation) for r in routings])

@@ -33,6 +33,9 @@ BACKENDS = {
 FUSED = ("linears", "attend", "dense", "routed", "layer")
 """Several operations in one call, which a backend need not have."""
 
+ACTS = {"fp8": "fp8", "mxfp8": "mxfp4", "nvfp4": "nvfp4"}
+"""Formats that activations can be quantized to, and the format of the experts that take them so."""
+
 _log = logging.getLogger(__name__)
 
 Weight = Tensor | PackedTensor
@@ -51,6 +54,7 @@ class Layout:
     tables: S int64 tensors of block ids; entry j holds the positions j·B … j·B + B − 1 (B positions to a block).
     slots: int64 [T]; where each new token is stored, block id · B + place in the block.
     states: int64 [S]; the state slot of each sequence; None for a model that keeps no states.
+    used: bool [T]; False for tokens that fill up a batch, which pass no expert; None if all are used.
     flat: the same for kernels, made when first asked for.
     """
 
@@ -59,6 +63,7 @@ class Layout:
     tables: Sequence[Tensor]
     slots: Tensor
     states: Tensor | None = None
+    used: Tensor | None = None
 
     @cached_property
     def flat(self) -> FlatLayout:
@@ -171,9 +176,10 @@ class Layer:
     mlp: Experts | Dense
 
 
-def get_ops(backend: str = "auto", device: torch.device | str = "cpu") -> Ops:
+def get_ops(backend: str = "auto", device: torch.device | str = "cpu", act: str | None = None) -> Ops:
     """The operations by the backend of that name, for tensors on `device`.
 
+    act: quantize what enters the experts (Ops.moe) to this format of ACTS, where they are in the format for it.
     "auto" takes the best one there: the native kernels on a CPU, those of Triton on a GPU, torch where these cannot be
     had. InputError lists the known names, and says why a backend cannot be had.
     """
@@ -183,8 +189,25 @@ def get_ops(backend: str = "auto", device: torch.device | str = "cpu") -> Ops:
         raise InputError(f"Unknown backend {backend!r}: choose one of auto, {', '.join(BACKENDS)}.")
     if reason := missing(name, device):
         raise InputError(f"The backend {name!r} cannot be had: {reason}.")
-    _log.info("kernels: backend %s, %s", name, why)
-    return Ops(name)
+    if act and (reason := _refused_act(act, name, device)):
+        raise InputError(f"Activations cannot be quantized to {act!r}: {reason}.")
+    _log.info("kernels: backend %s, %s%s", name, why, f"; activations of experts in {act}" if act else "")
+    return Ops(name, act)
+
+
+def _refused_act(act: str, backend: str, device: torch.device) -> str:
+    """Why it cannot be, empty if it can."""
+    if act not in ACTS:
+        return f"choose one of {', '.join(ACTS)}, or leave act out"
+    if backend != "triton":
+        return f"the backend {backend!r} has no kernels for it; leave act out, or run on a GPU by triton"
+    from tutel_pack.kernels.triton.chips import chip_of
+
+    chip = chip_of(device)
+    if act in chip.acts:
+        return ""
+    others = f"has them for {', '.join(chip.acts)}" if chip.acts else "has none for other formats either; leave act out"
+    return f"{chip.name} has no instructions for it; it {others}"
 
 
 def _best(device: torch.device) -> tuple[str, str]:
@@ -219,9 +242,11 @@ class Ops:
     backend need not have them, and may return None for what it leaves to the single operations.
     """
 
-    def __init__(self, name: str):
-        self.name = name
+    def __init__(self, name: str, act: str | None = None):
+        self.name, self.act = name, act
         self._backend = import_module(BACKENDS[name])
+        if act:
+            self._backend = self._backend.with_act(act)
         self._fused = {op: getattr(self._backend, op, None) for op in FUSED}
 
     def linear(self, x: Tensor, w: Weight, bias: Tensor | None = None) -> Tensor:
@@ -388,18 +413,22 @@ class Ops:
         gate, up = self.linears(x, (dense.gate, dense.up))
         return self.linear(self.swiglu(gate, up, dense.activation), *dense.down)
 
-    def routed(self, x: Tensor, experts: Experts) -> Tensor:
+    def routed(self, x: Tensor, experts: Experts, used: Tensor | None = None) -> Tensor:
         """x [T, H], each token through the experts that the router picks for it -> [T, H]; added to that is what the
         shared ones make of it, times sigmoid(shared_gate · x) if there is one.
 
+        used: bool [T]; the router picks nothing for tokens that are not.
+
         Logits are of x in float32: a rounded one picks another expert, and that is no small error.
         """
-        if self._fused["routed"] and x.numel():
+        if self._fused["routed"] and x.numel() and used is None:
             done = self._fused["routed"](x, experts)
             if done is not None:
                 return done
         e = experts
         ids, weights = self.route(self.linear(x.float(), e.router, e.router_bias), e.spec, e.correction)
+        if used is not None:
+            ids = ids.masked_fill(~used[:, None], -1)
         routed = self.moe(x, ids, weights, e.gate_up, e.down, e.spec.activation, e.gate_up_bias, e.down_bias)
         return routed if e.shared is None else routed + self._shared(x, e)
 

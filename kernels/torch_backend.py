@@ -98,8 +98,8 @@ def rotation(positions: Tensor, rope: Rope, layout: Layout | None) -> tuple[Tens
     if isinstance(rope.scaling, Dynamic):
         frequencies = _dynamic_frequencies(positions, rope, layout)
     else:
-        frequencies = _frequencies(rope)[None]
-    angles = positions.float()[:, None] * frequencies.to(positions.device)
+        frequencies = _frequencies_on(rope, positions.device)[None]
+    angles = positions.float()[:, None] * frequencies
     magnitude = rope.scaling.magnitude if isinstance(rope.scaling, Yarn) else 1.0
     return angles.cos() * magnitude, angles.sin() * magnitude
 
@@ -110,7 +110,14 @@ def _dynamic_frequencies(positions: Tensor, rope: Rope, layout: Layout | None) -
         counts, lengths = [len(positions)], [int(positions.max()) + 1 if len(positions) else 0]
     else:
         counts, lengths = [b - a for a, b in zip(layout.starts, layout.starts[1:])], layout.lengths
-    return torch.cat([_frequencies(rope, length).expand(count, -1) for count, length in zip(counts, lengths)])
+    rows = [_frequencies(rope, length).expand(count, -1) for count, length in zip(counts, lengths)]
+    return torch.cat(rows).to(positions.device)
+
+
+@lru_cache(maxsize=64)
+def _frequencies_on(rope: Rope, device: torch.device) -> Tensor:
+    """Copied there once: a step that is captured as a graph cannot copy."""
+    return _frequencies(rope).to(device)
 
 
 @lru_cache(maxsize=64)

@@ -22,6 +22,7 @@ OPTIONS = {
 }  # fmt: skip
 """SamplingParams' fields by the options that set them."""
 DTYPES = ("bfloat16", "float16", "float32")
+ACTS = ("mxfp8", "nvfp4", "fp8")
 EPILOG = """
 \b
 Exit codes: 0 done, 2 bad input, 3 memory or device lacking, 130 interrupted.
@@ -69,6 +70,9 @@ model_options = _options(
     click.option("--dtype", type=click.Choice(DTYPES), metavar="TYPE", help=f"{', '.join(DTYPES)}.  [{DTYPES[0]}]"),
     click.option("--backend", default="auto", metavar="NAME", help="Kernels to run with.  [auto]"),
     click.option(
+        "--act", type=click.Choice(ACTS), metavar="FMT", help=f"Quantize experts' activations: {', '.join(ACTS)}.  [no]"
+    ),
+    click.option(
         "--threads", type=click.IntRange(min=1), metavar="N", help="Of the CPU.  [OMP_NUM_THREADS, or all it may run on]"
     ),
     click.option("--prefault", is_flag=True, help="Read all weights now, not on first use (CPU)."),
@@ -104,7 +108,8 @@ def generate(words, system, raw, as_json, quiet, **options):
     events = _events(model, prompt, raw, system, sampling)
     if as_json:
         *_, last = events
-        return click.echo(json.dumps({"model": str(model.artifact.path), **_facts(last.result)}, ensure_ascii=False))
+        found = {"model": str(model.artifact.path), "act": options["act"], **_facts(last.result)}
+        return click.echo(json.dumps(found, ensure_ascii=False))
     result = _show(events)
     if not result.text.endswith("\n"):
         click.echo()
@@ -235,6 +240,8 @@ def _load(artifact: str | None, quiet: bool, options: dict) -> tuple:
     model = load_packed(folder, dtype=dtype and getattr(torch, dtype), **options)
     if model.path == GENERAL and not quiet:
         click.echo("Note: this architecture runs through its transformers module, which is slower.", err=True)
+    if options["act"] and not quiet:
+        click.echo(f"Note: activations of experts are quantized to {options['act']}.", err=True)
     return model, sampling
 
 

@@ -28,7 +28,7 @@ class Decoder:
     """A model with its weights, packed as they come.
 
     weights: canonical name (see tutel_pack.tensors) -> Tensor or PackedTensor.
-    dtype: of activations and the cache.  backend: see kernels.ops.get_ops.
+    dtype: of activations and the cache.  backend, act: see kernels.ops.get_ops.
     InputError if a weight's shape is not what the spec says.
     """
 
@@ -39,9 +39,10 @@ class Decoder:
         device: torch.device | str,
         dtype: torch.dtype,
         backend: str = "auto",
+        act: str | None = None,
     ):
         self.spec, self.device, self.dtype = spec, torch.device(device), dtype
-        self._ops = get_ops(backend, self.device)
+        self._ops = get_ops(backend, self.device, act)
         take = Weights(weights, spec, self.device, dtype)
         self._embedding = take("model.embed_tokens.weight")
         self._layers = [_DecoderLayer(spec, i, take, self._ops) for i in range(len(spec.layers))]
@@ -55,6 +56,16 @@ class Decoder:
         states = [GatedDeltaNet.states(kind, self.dtype) if isinstance(kind, DeltaNet) else {} for kind in kinds]
         return PagedCache(shapes, blocks, block_size, self.device, self.dtype, states)
 
+    @property
+    def backend(self) -> str:
+        """The name of the kernels that it runs with."""
+        return self._ops.name
+
+    @property
+    def stateful(self) -> bool:
+        """Whether it keeps states of sequences, beside entries of tokens."""
+        return any(isinstance(layer.attention, DeltaNet) for layer in self.spec.layers)
+
     @torch.no_grad()
     def forward(self, batch: Batch, cache: PagedCache, hidden: bool = False) -> Tensor | tuple[Tensor, Tensor]:
         """Run the batch's new tokens, and keep their keys and values in the cache.
@@ -62,15 +73,29 @@ class Decoder:
         Returns float32 logits [R, vocab] of batch.rows; with `hidden`, a pair of these and the states [T, H] after the
         last norm, of every token. Token ids must be in 0 … vocab − 1.
         """
-        layout = cache.layout(batch)
-        rotations = Shared(batch.positions, layout, self._ops)
-        x = _scaled(self._ops.embedding(batch.tokens, self._embedding, self.dtype), self.spec.embedding_scale)
+        x = self._hidden(batch.tokens, batch.positions, cache.layout(batch), cache)
+        logits = self._logits(x[batch.rows])
+        return (logits, x) if hidden else logits
+
+    @torch.no_grad()
+    def step(self, tokens: Tensor, positions: Tensor, layout: Layout, cache: PagedCache) -> Tensor:
+        """`forward` by a Layout that was made elsewhere: float32 logits [T, vocab] of every token.
+
+        tokens, positions: int64 [T], as of Batch.
+        """
+        return self._logits(self._hidden(tokens, positions, layout, cache))
+
+    def _hidden(self, tokens: Tensor, positions: Tensor, layout: Layout, cache: PagedCache) -> Tensor:
+        """[T, H], after the last norm."""
+        rotations = Shared(positions, layout, self._ops)
+        x = _scaled(self._ops.embedding(tokens, self._embedding, self.dtype), self.spec.embedding_scale)
         for layer in self._layers:
             x = layer(x, cache, layout, rotations)
-        x = self._ops.rms_norm(x, self._norm, self.spec.norm_eps)
+        return self._ops.rms_norm(x, self._norm, self.spec.norm_eps)
+
+    def _logits(self, x: Tensor) -> Tensor:
         # In float32: among logits rounded to bfloat16 the largest is often shared, and the choice then arbitrary.
-        logits = _scaled(self._ops.linear(x[batch.rows].float(), self._head), self.spec.logit_scale)
-        return (logits, x) if hidden else logits
+        return _scaled(self._ops.linear(x.float(), self._head), self.spec.logit_scale)
 
 
 class _DecoderLayer:
@@ -106,7 +131,7 @@ class _DecoderLayer:
                 return done
         attended = self._attention(self._ops.rms_norm(x, self._input_norm, self._eps), cache, layout, rotations)
         x = x + _scaled(attended, self._scale)
-        return x + _scaled(self._mlp(self._ops.rms_norm(x, self._post_norm, self._eps)), self._scale)
+        return x + _scaled(self._mlp(self._ops.rms_norm(x, self._post_norm, self._eps), layout.used), self._scale)
 
 
 def _scaled(x: Tensor, scale: float) -> Tensor:

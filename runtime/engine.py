@@ -18,6 +18,7 @@ from tutel_pack.errors import InputError, ResourceError
 from tutel_pack.runtime import chat as chat_template
 from tutel_pack.runtime.batch import Batch
 from tutel_pack.runtime.defaults import end_tokens, sampling_params
+from tutel_pack.runtime.graphs import Graphs
 from tutel_pack.runtime.sampling import Sampler, SamplingParams, sample
 from tutel_pack.runtime.text import TextStream, encode
 
@@ -138,6 +139,7 @@ class Engine:
         self._active: list[_Sequence] = []
         self._added = 0
         self._cache, self._blocks, self._may_grow = None, 0, True
+        self._graphs = Graphs.of(decoder)
 
     @classmethod
     def of(cls, model) -> Engine:
@@ -180,8 +182,7 @@ class Engine:
             self._extend(s)
         self._admit()
         batch = self._next_tokens()
-        new, past, tables, slots = zip(*((new, s.done, s.blocks, s.slot) for s, new in batch))
-        logits = self._decoder.forward(Batch.build(new, past, tables, self._decoder.device, slots=slots), self._cache)
+        logits = self._forward(batch)
         for s, new in batch:
             s.done += len(new)
         ready = [row for row, (s, _) in enumerate(batch) if s.done == len(s.tokens)]
@@ -190,6 +191,16 @@ class Engine:
         sequences = [batch[row][0] for row in ready]
         tokens = sample(logits[ready], [s.sampler for s in sequences])
         return [self._accept(s, token) for s, token in zip(sequences, tokens)]
+
+    def _forward(self, batch: list[tuple[_Sequence, list[int]]]) -> torch.Tensor:
+        """float32 [S, vocab]: logits after the last new token of each sequence."""
+        new, past, tables, slots = zip(*((new, s.done, s.blocks, s.slot) for s, new in batch))
+        logits = None
+        if self._graphs and all(len(ids) == 1 for ids in new):
+            logits = self._graphs.forward([ids[0] for ids in new], past, tables, slots)
+        if logits is not None:
+            return logits
+        return self._decoder.forward(Batch.build(new, past, tables, self._decoder.device, slots=slots), self._cache)
 
     def _extend(self, s: _Sequence) -> None:
         """See to it that an active sequence has a block for its last token, or that it waits."""
@@ -260,15 +271,25 @@ class Engine:
         least = max(self._blocks, self._count(len(self._waiting[0].tokens)))
         wanted = max(least, min(self._demand(), max(2 * self._blocks, self._first_size())))
         self._cache = None
+        if self._graphs:
+            self._graphs.unbind()
         while self._cache is None:
             try:
-                self._cache = self._decoder.new_cache(wanted, self._block_size)
+                self._cache = self._new_cache(wanted)
             except ResourceError:
                 if wanted == least:
                     raise
                 self._may_grow = False
                 wanted = max(least, wanted // 2)
         self._blocks = wanted
+
+    def _new_cache(self, blocks: int):
+        """Of blocks for sequences, and the one that graphs need."""
+        if not self._graphs:
+            return self._decoder.new_cache(blocks, self._block_size)
+        cache = self._decoder.new_cache(blocks + 1, self._block_size)
+        self._graphs.bind(cache, min(blocks, self._count(self._decoder.spec.context)))
+        return cache
 
     def _demand(self) -> int:
         """Blocks that the next waiting sequences can come to hold together."""

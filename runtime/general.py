@@ -28,7 +28,7 @@ class GeneralDecoder:
     """A model with its weights, packed as they come. The interface is that of `decoder.Decoder`.
 
     config: the checkpoint's config.json.  weights: canonical name (see general.describe) -> Tensor or PackedTensor.
-    dtype: of activations and the cache.  backend: see kernels.ops.get_ops.
+    dtype: of activations and the cache.  backend, act: see kernels.ops.get_ops.
     InputError if a weight's shape is not what the module has, or if the module cannot be made to run.
     """
 
@@ -40,13 +40,14 @@ class GeneralDecoder:
         device: torch.device | str,
         dtype: torch.dtype,
         backend: str = "auto",
+        act: str | None = None,
     ):
         self.spec, self.device, self.dtype = spec, torch.device(device), dtype
         self._model = general.build(config, dtype)
         self._model.requires_grad_(False)
         self._causal, (_, self._layers) = general.causal_of(self._model), general.decoder_of(self._model)
         take = _Weights(weights, general.describe(self._model, spec.tied_head), self.device, dtype)
-        _put_in(self._model, spec, take, get_ops(backend, self.device))
+        _put_in(self._model, spec, take, get_ops(backend, self.device, act))
         _fill(self._model, take)
         _compute_buffers(self._model, self.device)
         self._scaled = _RopeState(self._model)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tutel_pack.artifact import Artifact
 from tutel_pack.errors import InputError, ResourceError
-from tutel_pack.kernels.ops import Weight
+from tutel_pack.kernels.ops import ACTS, Weight
 from tutel_pack.kernels.threads import set_threads
 from tutel_pack.runtime.batch import Batch
 from tutel_pack.runtime.decoder import Decoder
@@ -38,6 +38,7 @@ def load_packed(
     device: torch.device | str = "auto",
     dtype: torch.dtype | None = None,
     backend: str = "auto",
+    act: str | None = None,
     threads: int | None = None,
     mlock: bool = False,
     prefault: bool = False,
@@ -46,6 +47,8 @@ def load_packed(
 
     device: "auto" takes a GPU if torch sees one, else the CPU.  dtype: of activations and the cache, bfloat16 if None.
     backend: the name of the kernels to run with, see kernels.ops.BACKENDS.
+    act: quantize the activations of experts to "mxfp8", "nvfp4" or "fp8", for experts in the format that
+        kernels.ops.ACTS names for it, on GPUs that multiply both as they are stored; None does not.
     threads: of the CPU's operations, in the whole process; None is OMP_NUM_THREADS, else all processors it may run on.
     prefault: read the weights now.  mlock: and keep them in memory. Both are for a CPU.
     InputError if `path` is no artifact, if it is damaged, or if an option is unknown; ResourceError if the device is
@@ -55,16 +58,28 @@ def load_packed(
     if dtype not in DTYPES:
         raise InputError(f"Cannot compute in {dtype}: choose one of {', '.join(map(str, DTYPES))}.")
     artifact, device = Artifact(path), _device(device)
+    _check_act(artifact, act)
     if threads is not None:
         _set_threads(threads)
     load = _loader(artifact, device, mlock, prefault)
     try:
-        decoder = _decoder(artifact, load, device, dtype, backend)
+        decoder = _decoder(artifact, load, device, dtype, backend, act)
     except torch.OutOfMemoryError as e:
         raise ResourceError(f"{path} ({artifact.nbytes / 1e9:.1f} GB) does not fit into the memory of {device}.") from e
-    model = PackedModel(artifact, decoder)
+    model = PackedModel(artifact, decoder, act)
     _log.info("loaded %s on %s by the %s path, computing in %s", path, device, model.path, dtype)
     return model
+
+
+def _check_act(artifact: Artifact, act: str | None) -> None:
+    """InputError if no experts take activations so. Which names and devices there are, `get_ops` knows."""
+    entries = artifact.manifest.tensors.values()
+    found = sorted({e.format.name for e in entries if e.format is not None and len(e.shape) == 3})
+    if act in ACTS and ACTS[act] not in found:
+        raise InputError(
+            f"Activations in {act} are for experts in {ACTS[act]}, and those of {artifact.path} are in "
+            f"{', '.join(found) or 'no packed format'}: leave act out, or choose another."
+        )
 
 
 def _set_threads(threads: int) -> None:
@@ -82,11 +97,12 @@ def _loader(artifact: Artifact, device: torch.device, mlock: bool, prefault: boo
 
 
 def _decoder(
-    artifact: Artifact, load: Callable[[str], Weight], device: torch.device, dtype: torch.dtype, backend: str
-) -> Decoder | GeneralDecoder:
+    artifact: Artifact, load: Callable[[str], Weight], device: torch.device, dtype: torch.dtype, backend: str,
+    act: str | None,
+) -> Decoder | GeneralDecoder:  # fmt: skip
     if not isinstance(artifact.spec, General):
-        return Decoder(artifact.spec, load, device, dtype, backend)
-    return GeneralDecoder(artifact.spec, _config(artifact.path), load, device, dtype, backend)
+        return Decoder(artifact.spec, load, device, dtype, backend, act)
+    return GeneralDecoder(artifact.spec, _config(artifact.path), load, device, dtype, backend, act)
 
 
 def _config(folder: Path) -> dict:
@@ -120,10 +136,11 @@ class PackedModel:
     """A loaded artifact.
 
     artifact: the opened artifact.  decoder: the model itself, for ragged batches and caches that outlive a call.
+    act: the format of the experts' activations, None if they are not quantized.
     """
 
-    def __init__(self, artifact: Artifact, decoder: Decoder | GeneralDecoder):
-        self.artifact, self.decoder = artifact, decoder
+    def __init__(self, artifact: Artifact, decoder: Decoder | GeneralDecoder, act: str | None = None):
+        self.artifact, self.decoder, self.act = artifact, decoder, act
 
     @property
     def spec(self) -> ModelSpec | General:

@@ -1,25 +1,30 @@
 """The backend of ops.py for NVIDIA's and AMD's GPUs: kernels in Triton, which TRITON_INTERPRET=1 runs on a CPU.
 
-Kernels are linear (of packed weights), moe, route, rms_norm, rope, and attention and latent_attention of sequences with
-one new token. The rest is torch's: attention of sequences with several, top_positions, embedding, rotation, swiglu,
-products with plain matrices, and weights whose geometry `matmul.is_served` excludes. Nothing here waits for the device,
-and grids depend on shapes and the layout alone. An expert id that does not exist counts as −1, for to tell would mean
-to wait.
+Kernels are linear (of packed weights), moe, route, rms_norm, rope, attention and latent_attention of sequences with one
+new token, and for `attend` one that norms, turns and stores before them. The rest is torch's: attention of sequences
+with several, top_positions, embedding, rotation, swiglu, products with plain matrices, and weights whose geometry
+`matmul.is_served` excludes. Nothing here waits for the device, and grids depend on shapes and the layout alone. An
+expert id that does not exist counts as −1, for to tell would mean to wait.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+from functools import partial
+from types import SimpleNamespace
+
 import torch
 import triton
 from torch import Tensor
 
 from tutel_pack.kernels import torch_backend
-from tutel_pack.kernels.ops import Layout, Weight
+from tutel_pack.kernels.ops import Heads, Layout, Weight
 from tutel_pack.kernels.torch_backend import embedding, rotation, swiglu, top_positions  # noqa: F401  (served by torch)
+from tutel_pack.kernels.triton.activations import Activations, quantizing
 from tutel_pack.kernels.triton.attention import Queries, attending, by_length, stack_picks
 from tutel_pack.kernels.triton.chips import chip_of
+from tutel_pack.kernels.triton.heads import placing
 from tutel_pack.kernels.triton.launch import Launch
 from tutel_pack.kernels.triton.matmul import (
     Epilogue,
@@ -64,6 +69,18 @@ def rope(x: Tensor, rotation: tuple[Tensor, Tensor], interleaved: bool) -> Tenso
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     rotating(_dense(x), rotation, interleaved, out).run()
     return out
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, layout: Layout,
+    rotation: tuple[Tensor, Tensor] | None, heads: Heads,
+) -> Tensor | None:  # fmt: skip
+    if q.dtype != keys.dtype or keys.stride() != values.stride() or keys.stride(3) != 1:
+        return None
+    turned = q.new_empty(len(q), q.shape[1] // keys.shape[3], keys.shape[3])
+    angles = rotation and tuple(r.contiguous() for r in rotation)
+    placing(*map(_dense, (q, k, v)), keys, values, layout.slots.contiguous(), angles, heads, turned).run()
+    return attention(turned, keys, values, layout, heads.window, heads.scale, heads.sinks).flatten(1)
 
 
 def attention(
@@ -131,30 +148,49 @@ def routing(logits: Tensor, spec: Moe, correction: Tensor | None, ids: Tensor, w
 
 def moe(
     x: Tensor, ids: Tensor, weights: Tensor, gate_up: Weight, down: Weight, activation: Swiglu | ClampedSwiglu,
-    gate_up_bias: Tensor | None, down_bias: Tensor | None,
+    gate_up_bias: Tensor | None, down_bias: Tensor | None, act: str | None = None,
 ) -> Tensor:  # fmt: skip
     if not is_served(gate_up) or not is_served(down):
         return torch_backend.moe(x, ids, weights, gate_up, down, activation, gate_up_bias, down_bias)
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     first, second = Epilogue(gate_up_bias, None, activation), Epilogue(down_bias, weights.contiguous())
-    for launch in experts(x.contiguous(), ids.contiguous(), operand(gate_up), operand(down), first, second, out):
+    x, ids = x.contiguous(), ids.contiguous()
+    for launch in experts(x, ids, operand(gate_up), operand(down), first, second, out, act):
         launch.run()
     return out
 
 
 def experts(
-    x: Tensor, ids: Tensor, gate_up: Operand, down: Operand, first: Epilogue, second: Epilogue, out: Tensor
-) -> list[Launch]:
-    """What fills out [T, H]: the sort, the two products, the sum. first, second: what follows the products."""
+    x: Tensor, ids: Tensor, gate_up: Operand, down: Operand, first: Epilogue, second: Epilogue, out: Tensor,
+    act: str | None = None,
+) -> list[Launch]:  # fmt: skip
+    """What fills out [T, H]: the sort, the two products, the sum. first, second: what follows the products.  act: of
+    activations, where a weight can take them so."""
     (count, h, i), pairs, chip = down.shape, ids.numel(), chip_of(x.device)
-    problem = problem_of(gate_up, pairs)
-    up, back = tile_for(chip, problem), tile_for(chip, problem_of(down, pairs))
+    acts = [act if act and w.takes(act) else None for w in (gate_up, down)]
+    problem = problem_of(gate_up, pairs, acts[0])
+    up, back = tile_for(chip, problem), tile_for(chip, problem_of(down, pairs, acts[1]))
     tiles = Tiles.empty(pairs, problem.tiles, x.device)
     inner, pieces = x.new_empty(pairs, i), x.new_empty(pairs, h)
     flat = ids.view(-1)
+    (x, before), (given, between) = _quantized(x, acts[0]), _quantized(inner, acts[1])
     return [
         sorting(flat, count, up.bm, tiles),
+        *before,
         *product(chip, x, gate_up, inner, up, first, flat, tiles, gather=ids.shape[1]),
-        *product(chip, inner, down, pieces, back, second, flat, tiles, scatter=True),
+        *between,
+        *product(chip, given, down, pieces, back, second, flat, tiles, scatter=True),
         summing(pieces, ids, out, count),
     ]
+
+
+def _quantized(x: Tensor, act: str | None) -> tuple[Tensor | Activations, list[Launch]]:
+    if act is None:
+        return x, []
+    made, launch = quantizing(x, act)
+    return made, [launch]
+
+
+def with_act(act: str) -> SimpleNamespace:
+    """This backend, with what enters the experts quantized: see ops.ACTS."""
+    return SimpleNamespace(**{**globals(), "moe": partial(moe, act=act)})

@@ -15,6 +15,7 @@ class Chip:
     registers: 32-bit ones a thread may have.  warp: threads that go together.
     converts_fp8: has an instruction that makes bfloat16 of e4m3fn, two at a time; sm_90 only makes float16, and needs
         a slow one for each to go on from there.
+    acts: formats of activations that it multiplies packed weights with as they are stored, of ops.ACTS.
     """
 
     name: str
@@ -24,22 +25,23 @@ class Chip:
     registers: int
     warp: int
     converts_fp8: bool = False
+    acts: tuple[str, ...] = ()
 
 
 CHIPS = {
     chip.name: chip
     for chip in (
         Chip("sm_80", "cuda", 108, 163 << 10, 255, 32),
-        Chip("sm_90", "cuda", 132, 227 << 10, 255, 32),
-        Chip("sm_100", "cuda", 148, 227 << 10, 255, 32, converts_fp8=True),
+        Chip("sm_90", "cuda", 132, 227 << 10, 255, 32, acts=("fp8",)),
+        Chip("sm_100", "cuda", 148, 227 << 10, 255, 32, converts_fp8=True, acts=("fp8", "mxfp8", "nvfp4")),
         Chip("gfx942", "hip", 304, 64 << 10, 512, 64),
-        Chip("gfx950", "hip", 256, 160 << 10, 512, 64, converts_fp8=True),
+        Chip("gfx950", "hip", 256, 160 << 10, 512, 64, converts_fp8=True, acts=("fp8", "mxfp8")),
     )
 }
 """A100, H100 and H200, B200, MI300, MI355: CUDA C++ Programming Guide, "Technical Specifications per Compute
 Capability"; AMD CDNA 3 and CDNA 4 ISA, "Local Data Share". These are compiled for in tests."""
 
-INTERPRETER = Chip("interpreter", "interpreter", 4, 1 << 40, 255, 32)
+INTERPRETER = Chip("interpreter", "interpreter", 4, 1 << 40, 255, 32, acts=("fp8", "mxfp8", "nvfp4"))
 
 
 @cache

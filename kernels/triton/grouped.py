@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from tutel_pack.kernels.triton.decode import FP8_FACTOR, UNDO_OFFSET, decode, multiplier
+from tutel_pack.kernels.triton.scaled import scaled_product
 
 SUPERTILE = tl.constexpr(8)
 """Tiles of tokens that pass a tile of weights while it is in the cache."""
@@ -223,11 +224,12 @@ def _store(
 
 @triton.jit(do_not_specialize=["tiles_m", "pairs", "out_split"])
 def grouped_matmul(
-    x, w, scale, factors, bias, weights, out,
+    x, w, scale, factors, bias, weights, out, x_scale, x_factors,
     order, tile_expert, tile_first, tile_last,
     tiles_m, pairs, x_per_row, N, K, first, segments,
-    w_expert, w_row, w_words, scale_expert, scale_row, out_row, out_split,
-    FMT: tl.constexpr, DOT: tl.constexpr, NATIVE: tl.constexpr, PAIRS: tl.constexpr, FRAGMENT: tl.constexpr,
+    w_expert, w_row, w_words, scale_expert, scale_row, out_row, out_split, x_row, x_scale_row,
+    FMT: tl.constexpr, ACT: tl.constexpr, DOT: tl.constexpr,
+    NATIVE: tl.constexpr, PAIRS: tl.constexpr, FRAGMENT: tl.constexpr,
     ALIGN: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, E8M0: tl.constexpr,
     GROUPED: tl.constexpr, GATHER: tl.constexpr, SCATTER: tl.constexpr,
     GATED: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr, SHIFT: tl.constexpr,
@@ -236,8 +238,11 @@ def grouped_matmul(
 ):  # fmt: skip
     """out[row] = epilogue(w[expert] · x[row]); an element's sum is that of one program, or of SPLIT.
 
-    x [·, K].  w: words [E, N, ·] of FMT; elements if that is "plain", bytes if NATIVE: fp8 that the chip converts.  scale [E, ·, ·]: bits of the block scales, of
-    BLOCK_N × BLOCK_K elements each; for fp8 float32, or bytes if E8M0.  factors float32 [E, segments]: global scales.
+    x [·, K]; where there is ACT, x, x_scale and x_factors are those of activations.Activations, with rows of x_row
+        bytes and x_scale_row scales.
+    w: words [E, N, ·] of FMT; elements if that is "plain"; bytes if NATIVE (fp8 that the chip converts) or if ACT.
+    scale [E, ·, ·]: bits of the block scales, of BLOCK_N × BLOCK_K elements each; for fp8 float32, or bytes if E8M0.
+    factors float32 [E, segments]: global scales.
     first: rows of the first segment.  bias [E, N], float32 weights [pairs]: of output rows; either may be None.
     GROUPED: int32 order [pairs] lists the pairs of a token and an expert by expert; a tile has the entries tile_first …
         tile_last − 1, BM of them at most, and tile_expert, −1 for a tile that is not used. Otherwise there is one
@@ -262,15 +267,22 @@ def grouped_matmul(
         pair = tl.load(order + entries, mask=valid, other=0)
     else:
         pair = entries
-    if GATHER:
-        x += (pair // x_per_row).to(tl.int64)[:, None] * K
-    else:
-        x += entries.to(tl.int64)[:, None] * K
+    token = (pair // x_per_row).to(tl.int64) if GATHER else entries.to(tl.int64)
     rows = _weight_rows(tile_n, N // 2, BN, GATED)
     w += expert * w_expert * ALIGN
-    if FMT == "plain":
+    if ACT is not None:
+        acc = scaled_product(
+            x + token[:, None] * x_row, x_scale + token[:, None] * x_scale_row, w, scale + expert * scale_expert,
+            rows, _scale_rows(rows, first, BLOCK_N), valid, N, K, w_row, w_words, scale_row,
+            ACT, BLOCK_K, BM, BN, BK, SPLIT, EVEN_K,
+        )  # fmt: skip
+        if x_factors is not None:
+            acc *= tl.load(x_factors + token, mask=valid, other=0.0)[None, :]
+    elif FMT == "plain":
+        x += token[:, None] * K
         acc = _plain_product(x, w, rows, valid, N, K, w_row, DOT, BM, BN, BK, SPLIT, EVEN_K)
     else:
+        x += token[:, None] * K
         loaded = _loaded_rows(tile_n, N // 2, BN, GATED, WARPS) if FRAGMENT else rows
         scale_rows = _scale_rows(rows, first, BLOCK_N) if FMT == "fp8" else loaded
         acc = _packed_product(
@@ -280,7 +292,7 @@ def grouped_matmul(
     if FMT == "nvfp4":
         factor = tl.load(factors + expert * segments + tl.where(rows < first, 0, 1), mask=rows < N, other=0.0)
         acc *= factor[:, None]
-    if (FMT == "mxfp4" or FMT == "nvfp4") and DOT != tl.float16:
+    if (FMT == "mxfp4" or FMT == "nvfp4") and DOT != tl.float16 and ACT is None:
         acc *= UNDO_OFFSET
     out_rows = pair if SCATTER else entries
     if SPLIT > 1:

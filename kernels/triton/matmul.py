@@ -10,8 +10,9 @@ import triton.language as tl
 from torch import Tensor
 
 from tutel_pack.formats import PackedTensor
-from tutel_pack.kernels.ops import Weight
+from tutel_pack.kernels.ops import ACTS, Weight
 from tutel_pack.kernels.triton import grouped, sort
+from tutel_pack.kernels.triton.activations import STEP, Activations
 from tutel_pack.kernels.triton.chips import Chip
 from tutel_pack.kernels.triton.launch import Launch
 from tutel_pack.kernels.triton.tiles import Problem, Tile
@@ -51,9 +52,15 @@ class Operand:
         """Whether decoded words can be put in the order of matrix instructions without moving them."""
         return tile.bk == {"fp8": 64, PLAIN: 0}.get(self.fmt, 128) and tile.bn % (16 * tile.warps) == 0
 
-    def stored(self, native: bool) -> dict[str, Tensor | int]:
-        """The words, or bytes if fp8 is converted natively, with strides in units of ALIGN of them if they are words."""
-        w = self.words.view(torch.uint8) if native else self.words
+    def takes(self, act: str) -> bool:
+        """Whether it can be multiplied with activations in that format; scales of fp8 then go to sums of whole steps."""
+        if self.fmt != "fp8":
+            return ACTS[act] == self.fmt
+        return ACTS[act] == "fp8" and self.scale.dtype == torch.float32 and _fits(self.block[1], STEP, self.shape[2])
+
+    def stored(self, as_bytes: bool) -> dict[str, Tensor | int]:
+        """The words, or their bytes, with strides in units of ALIGN of them if they are words."""
+        w = self.words.view(torch.uint8) if as_bytes else self.words
         expert, row, _ = w.stride()
         width = w.shape[2]
         align = next(a for a in (4, 2, 1) if expert % a == row % a == width % a == 0) if w.dtype == torch.int32 else 1
@@ -140,7 +147,7 @@ class Epilogue:
 
 
 def product(
-    chip: Chip, x: Tensor, w: Operand, out: Tensor, tile: Tile, epilogue: Epilogue = Epilogue(),
+    chip: Chip, x: Tensor | Activations, w: Operand, out: Tensor, tile: Tile, epilogue: Epilogue = Epilogue(),
     ids: Tensor | None = None, tiles: Tiles | None = None, gather: int = 0, scatter: bool = False,
 ) -> list[Launch]:  # fmt: skip
     """Launches that fill out [rows, ·] from x and w.
@@ -155,18 +162,20 @@ def product(
         parts = torch.empty(tile.split, rows, n, dtype=torch.float32, device=out.device)
     own = epilogue if tile.split == 1 else Epilogue(activation=epilogue.activation)
     tiles_m = len(tiles.expert) if tiles else -(-rows // tile.bm)
-    dot, native = dot_type(chip, x.dtype), w.fmt == "fp8" and chip.converts_fp8
+    act = x.act if isinstance(x, Activations) else None
+    dot = dot_type(chip, out.dtype if act else x.dtype)
+    native = w.fmt == "fp8" and chip.converts_fp8
     arguments = dict(
-        x=x, scale=w.scale, factors=w.factors, bias=own.bias, weights=own.weights, out=parts,
+        **_taken(x), scale=w.scale, factors=w.factors, bias=own.bias, weights=own.weights, out=parts,
         order=tiles and tiles.order, tile_expert=tiles and tiles.expert, tile_first=tiles and tiles.first,
         tile_last=tiles and tiles.last,
         tiles_m=tiles_m, pairs=rows, x_per_row=max(1, gather), N=n, K=k, first=w.first,
         segments=1 if w.factors is None else w.factors.shape[1],
-        **w.stored(native), scale_expert=0 if w.scale is None else w.scale.stride(0),
+        **w.stored(native or act is not None), scale_expert=0 if w.scale is None else w.scale.stride(0),
         scale_row=0 if w.scale is None else w.scale.stride(1),
         out_row=parts.shape[-1], out_split=parts.stride(0) if tile.split > 1 else 0,
-        FMT=w.fmt, DOT=dot, NATIVE=native, PAIRS=chip.vendor == "cuda" and dot == tl.bfloat16,
-        FRAGMENT=chip.vendor != "hip" and not native and w.in_fragment_order(tile),
+        FMT=w.fmt, ACT=act, DOT=dot, NATIVE=native, PAIRS=chip.vendor == "cuda" and dot == tl.bfloat16,
+        FRAGMENT=chip.vendor != "hip" and not native and not act and w.in_fragment_order(tile),
         BLOCK_N=w.block[0], BLOCK_K=w.block[1], E8M0=w.fmt == "fp8" and w.scale.dtype == torch.uint8,
         GROUPED=tiles is not None, GATHER=gather > 0, SCATTER=scatter, **epilogue.constants(),
         BM=tile.bm, BN=tile.bn, BK=tile.bk, SPLIT=tile.split, EVEN_K=k % tile.bk == 0, WARPS=tile.warps,
@@ -176,6 +185,13 @@ def product(
     if tile.split > 1:
         launches.append(_finishing(parts, out, e, epilogue, ids, tiles and tiles.order, sorted_rows=not scatter))
     return launches
+
+
+def _taken(x: Tensor | Activations) -> dict[str, Tensor | int | None]:
+    if isinstance(x, Tensor):
+        return {"x": x, "x_scale": None, "x_factors": None, "x_row": 0, "x_scale_row": 0}
+    rows = {"x_row": x.data.shape[1], "x_scale_row": x.scale.shape[1]}
+    return {"x": x.data, "x_scale": x.scale, "x_factors": x.factors, **rows}
 
 
 def _finishing(
@@ -199,6 +215,8 @@ def dot_type(chip: Chip, dtype: torch.dtype) -> tl.dtype:
     return {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}[dtype]
 
 
-def problem_of(w: Operand, rows: int) -> Problem:
-    """A product with that many rows, tokens or pairs."""
+def problem_of(w: Operand, rows: int, act: str | None = None) -> Problem:
+    """A product with that many rows, tokens or pairs, quantized by `act` or not."""
+    if act:
+        return Problem(f"{act} x {w.fmt}", *w.shape, rows, STEP)
     return Problem(w.fmt, *w.shape, rows, w.columns)

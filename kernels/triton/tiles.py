@@ -41,6 +41,7 @@ class Tile:
 class Problem:
     """A product of `rows` rows, tokens or pairs, over the experts (1 for a plain matrix) [n, k] in a format.
 
+    fmt: of the weights; "mxfp8 x mxfp4" if tokens are quantized, too.
     columns: the most that can be decoded at a time.
     """
 

@@ -8,11 +8,13 @@ import torch
 from torch import Tensor
 
 from tutel_pack.formats import FORMATS, PackedTensor
-from tutel_pack.kernels.ops import FlatLayout
+from tutel_pack.kernels.ops import ACTS, FlatLayout, Heads
+from tutel_pack.kernels.triton.activations import quantizing
 from tutel_pack.kernels.triton.aot import Compiled, compile_for
 from tutel_pack.kernels.triton.attention import Queries, attending
 from tutel_pack.kernels.triton.backend import routing
 from tutel_pack.kernels.triton.chips import CHIPS, Chip
+from tutel_pack.kernels.triton.heads import placing
 from tutel_pack.kernels.triton.launch import Launch
 from tutel_pack.kernels.triton.matmul import Epilogue, Operand, Tiles, operand, problem_of, product, sorting, summing
 from tutel_pack.kernels.triton.rows import norming, rotating
@@ -50,7 +52,7 @@ def all_variants(chip: Chip) -> dict[str, Variant]:
     """Everything there is, by name."""
     halves = gate_up(chip, "mxfp4", TOKENS[0], torch.float16)
     halves = replace(halves, name="gate_up mxfp4 16 float16")
-    found = [*matmuls(chip), *others(chip), *attention(chip), clamped(chip), halves]
+    found = [*matmuls(chip), *quantized(chip), *others(chip), *attention(chip), clamped(chip), halves]
     return {v.name: v for v in found}
 
 
@@ -65,10 +67,22 @@ def matmuls(chip: Chip, formats: tuple[str, ...] = PACKED, tokens: tuple[int, ..
     return [gate_up(chip, fmt, bm) for fmt in formats for bm in tokens]
 
 
-def gate_up(chip: Chip, fmt: str, bm: int, dtype: torch.dtype = torch.bfloat16) -> Variant:
+def quantized(chip: Chip) -> list[Variant]:
+    """gate_up with activations in few bits, and what makes these, where the chip has instructions for them."""
+    found = []
+    for act in chip.acts:
+        found += [gate_up(chip, ACTS[act], bm, act=act) for bm in TOKENS]
+        found.append(Variant(f"quantize {act}", quantizing(_meta(1, HIDDEN), act)[1]))
+    return found
+
+
+def gate_up(
+    chip: Chip, fmt: str, bm: int, dtype: torch.dtype = torch.bfloat16, act: str | None = None
+) -> Variant:
     w, pairs = _experts(fmt, 2 * INTERMEDIATE, HIDDEN, (INTERMEDIATE, INTERMEDIATE)), bm * EXPERTS
     x, out = _meta(pairs // TOP_K, HIDDEN, dtype=dtype), _meta(pairs, INTERMEDIATE, dtype=dtype)
-    return _variant(chip, f"gate_up {fmt} {bm}", x, w, out, Epilogue(activation=Swiglu()), gather=TOP_K)
+    name = f"gate_up {act} x {fmt} {bm}" if act else f"gate_up {fmt} {bm}"
+    return _variant(chip, name, x, w, out, Epilogue(activation=Swiglu()), act, gather=TOP_K)
 
 
 def others(chip: Chip) -> list[Variant]:
@@ -113,7 +127,16 @@ def attention(chip: Chip) -> list[Variant]:
         Variant("rms_norm 7168", norming(_meta(1, 7168), _meta(7168), 1e-6, _meta(1, 7168))),
         Variant("rms_norm 128", norming(_meta(32, 128), _meta(128), 1e-6, _meta(32, 128))),
         Variant("rope", rotating(_meta(1, 128, 64), (angles, angles), True, _meta(1, 128, 64))),
+        Variant("place normed heads", _placing(32, 4, 128, 64, Heads(_meta(128), _meta(128), 1e-6))),
+        Variant("place heads", _placing(64, 8, 64, 32, Heads())),
+        Variant("place wide heads, a part turned", _placing(16, 2, 256, 32, Heads(_meta(256), _meta(256), 1e-6))),
     ]
+
+
+def _placing(heads: int, kv_heads: int, d: int, half: int, how: Heads) -> Launch:
+    q, k, v = (_meta(1, n * d) for n in (heads, kv_heads, kv_heads))
+    pool, angles = _meta(512, 64, kv_heads, d), _meta(1, half, dtype=torch.float32)
+    return placing(q, k, v, pool, pool, _meta(1, dtype=torch.int64), (angles, angles), how, _meta(1, heads, d))
 
 
 def _attending(chip: Chip, heads: int, keys: Tensor, rank: int | None = None, **how) -> list[Launch]:
@@ -131,9 +154,12 @@ def clamped(chip: Chip) -> Variant:
     return _variant(chip, "gate_up clamped mxfp4 16", _meta(16, 2880), w, _meta(64, 2880), epilogue, gather=4)
 
 
-def _variant(chip: Chip, name: str, x: Tensor, w: Operand, out: Tensor, epilogue: Epilogue, **how) -> Variant:
-    problem = problem_of(w, len(out))
+def _variant(
+    chip: Chip, name: str, x: Tensor, w: Operand, out: Tensor, epilogue: Epilogue, act: str | None = None, **how
+) -> Variant:
+    problem = problem_of(w, len(out), act)
     tile = tile_for(chip, problem)
+    x = quantizing(x, act)[0] if act else x
     tiles = Tiles.empty(len(out), problem.tiles, torch.device("meta"))
     launch, *_ = product(chip, x, w, out, tile, epilogue, _meta(len(out), dtype=torch.int64), tiles, **how)
     return Variant(name, launch, tile)

@@ -51,6 +51,18 @@ def _prepare() -> None:
     from triton.runtime import interpreter
 
     interpreter.InterpretedFunction.__call__ = _call_patched_once
+    interpreter._dot_scaled_scale_to_f32 = _scales(interpreter._dot_scaled_scale_to_f32)
+
+
+def _scales(as_e8m0):
+    """Of scaled products: the interpreter (3.9) takes those in e4m3, which nvfp4 has, for e8m0."""
+    import triton.language as tl
+    from triton.runtime.interpreter import _mxfp_value_handle_to_float32
+
+    def read(handle, compute_type):
+        return _mxfp_value_handle_to_float32(handle) if handle.dtype == tl.float8e4nv else as_e8m0(handle, compute_type)
+
+    return read
 
 
 _patched: set[int] = set()

@@ -170,6 +170,14 @@ def test_routed(ops, kind, tokens, dtype):
         assert not torch.equal(ops.routed(x, flipped), expected)
 
 
+def test_tokens_that_are_not_used_pass_no_expert(ops):
+    experts = experts_of(Router(), Swiglu(), False)
+    x, used = normal(5, 96, seed=9), torch.tensor([True, False, True, True, False])
+    got, expected = ops.routed(x, experts, used), ops.routed(x, experts)
+    assert_close(got[used], expected[used])
+    assert not got[~used].any() and expected[~used].abs().max() > 0.01
+
+
 def with_shared(experts: Experts, gated: bool) -> Experts:
     gate = normal(1, 96, dtype=torch.bfloat16, seed=31) * 0.2 if gated else None
     return replace(experts, shared=dense_of(), shared_gate=gate)

@@ -23,12 +23,15 @@ SLACK = 1.03
 UNITS = {"sm_80": "mma", "sm_90": "wgmma", "sm_100": "tcgen05", "gfx942": "mfma", "gfx950": "mfma"}
 
 QUICK = [
-    *(f"gate_up {fmt} 16" for fmt in ("mxfp4", "nvfp4", "int4", "fp8", "bf16")),  # decoding
+    *(f"gate_up {fmt} 16" for fmt in ("mxfp4", "nvfp4", "fp8", "bf16")),  # decoding
     "gate_up mxfp4 128",  # prefill
     "sort_pairs",
-    "sum_pieces",
+    "gate_up mxfp8 x mxfp4 16",
+    "gate_up nvfp4 x nvfp4 16",
+    "gate_up fp8 x fp8 16",
     "attend 8 heads",
     "attend latents",
+    "place normed heads",
     "route grouped sigmoid 256",
 ]
 """For `make test`; the rest is marked slow."""
@@ -59,12 +62,50 @@ def test_machine_code(chip, name, results):
         check_unit(chip, name, made)
         return
     check_instruction(chip, name, made)
-    assert made.wide_loads >= variant.loads_of_a_thread(limits)
+    if variant.launch.arguments["ACT"]:
+        check_quantized(chip, name, made)
+    else:
+        check_loads(chip, name, made)
+    assert variant.int_ops_per_weight(limits, made) <= SLACK * COUNTS[chip][name]
+
+
+def check_loads(chip: str, name: str, made: Compiled) -> None:
+    limits = CHIPS[chip]
+    assert made.wide_loads >= VARIANTS[chip][name].loads_of_a_thread(limits)
     if limits.vendor == "cuda":
         # Weights and tokens are copied to shared memory; only scales are loaded in smaller pieces, into registers.
         copies = [op for op in made.loop if op.startswith("LDGSTS")]
         assert copies and all(op.endswith(".128") for op in copies)
-    assert variant.int_ops_per_weight(limits, made) <= SLACK * COUNTS[chip][name]
+
+
+OPERANDS = {
+    ("sm_90", "fp8"): r"wgmma\S*\.f32\.e4m3\.e4m3",
+    ("sm_100", "fp8"): r"tcgen05\.mma\S*\.kind::f8f6f4",
+    ("sm_100", "mxfp8"): r"tcgen05\.mma\S*\.kind::mxf8f6f4\.block_scale\.block32",
+    ("sm_100", "nvfp4"): r"tcgen05\.mma\S*\.kind::mxf4nvf4\.block_scale\.block16",
+    ("gfx950", "fp8"): r"v_mfma_f32_\S*_f8f6f4(?!.*(cbsz|blgp))",  # e4m3 is what operands are if nothing else is said
+    ("gfx950", "mxfp8"): r"v_mfma_scale_f32_\S*_f8f6f4(?!.*cbsz).* blgp:4",  # the second one is e2m1
+}
+
+
+def check_quantized(chip: str, name: str, made: Compiled) -> None:
+    """Every matrix instruction multiplies both operands as they are stored, and no weight is decoded: its words are
+    loaded 16 bytes at a time, or 8 where sm_100 spreads e2m1 to a byte each on the way to shared memory."""
+    act, variant = VARIANTS[chip][name].launch.arguments["ACT"], VARIANTS[chip][name]
+    anything, wanted = (re.compile(p) for p in (MATRIX[UNITS[chip]], OPERANDS[chip, act]))
+    lines = [line for line in made.assembly.splitlines() if anything.search(line)]
+    assert lines and all(wanted.search(line) for line in lines)
+    narrow = sum(n for op, n in made.loop.items() if op.startswith("LDGSTS.E.64")) if act == "mxfp8" else 0
+    assert made.wide_loads + narrow >= variant.loads_of_a_thread(CHIPS[chip])
+
+
+def test_a_chip_without_the_instruction_is_seen():
+    """Triton compiles what it would have to emulate without a complaint."""
+    launch = VARIANTS["sm_100"]["gate_up mxfp8 x mxfp4 16"].launch
+    made = compile_for(CHIPS["sm_90"], launch)
+    assert made.matrix_instructions and not any("f8f6f4" in i or "e4m3" in i for i in made.matrix_instructions)
+    with pytest.raises(KeyError):
+        VARIANTS["sm_90"]["gate_up mxfp8 x mxfp4 16"]
 
 
 def check_unit(chip: str, name: str, made: Compiled) -> None:
@@ -90,7 +131,9 @@ def check_instruction(chip: str, name: str, made: Compiled) -> None:
 
 
 def test_compilations_are_few():
-    assert len(QUICK) * len(CHIPS) <= 60 and all(name in variants for variants in VARIANTS.values() for name in QUICK)
+    quick = [case for case in CASES if not case.marks]
+    assert len(quick) + 2 <= 60, "with the two below"
+    assert {name for case in quick for name in case.values[1:]} == set(QUICK)
 
 
 def test_a_tile_that_is_too_large_is_seen():

@@ -20,13 +20,26 @@ from tests.kernels.reference import (
     worst_tile,
 )
 from tests.kernels.test_attention import Case
+from tests.kernels.test_fused import Attention
 from tests.kernels.test_products import MoeCase, x_of
+from tests.kernels.test_triton_act import SHAPES, act64, expected, stored64, unusual
 from tests.kernels.test_triton_attention import DECODE, LATENTS
+from tests.kernels.test_triton_heads import CASES, expected64, limit, worst_head
 from tests.kernels.test_triton_products import ACTIVATION, FORMATS_HERE, LINEAR, MOE, clamped64
 from tests.kernels.test_triton_routing import ROUTERS, route64
+from tests.runtime.test_graphs import BLOCK, PROMPTS, SMALL, differences, small_decoder
 
 from tutel_pack.formats import PackedTensor
-from tutel_pack.kernels.ops import get_ops
+from tutel_pack.kernels.ops import ACTS, get_ops
+from tutel_pack.kernels.triton.activations import quantizing
+from tutel_pack.kernels.triton.chips import chip_of
+from tutel_pack.kernels.triton.heads import placing
+from tutel_pack.kernels.triton.matmul import Epilogue, operand, problem_of, product
+from tutel_pack.kernels.triton.tiles import tile_for
+from tutel_pack.runtime.batch import Batch
+from tutel_pack.runtime.engine import Engine
+from tutel_pack.runtime.graphs import Graphs
+from tutel_pack.runtime.sampling import SamplingParams
 from tutel_pack.spec import Rope
 
 if not torch.cuda.is_available():
@@ -159,3 +172,80 @@ def test_norms_and_rotations(dtype, ops):
         (ops.rope(x.cuda(), on_gpu(*rotation), interleaved=True), plain.rope(x, rotation, interleaved=True)),
     ):
         assert torch.allclose(got.cpu().double(), expected.double(), rtol=limit, atol=8 * UNIT[torch.float32])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", CASES)
+def test_heads_are_placed(name, dtype):
+    case = Attention(dtype, **CASES[name])
+    h = case.heads
+    norms = {n: w if w is None else w.cuda() for n, w in (("q_norm", h.q_norm), ("k_norm", h.k_norm))}
+    pools, turned = on_gpu(*case.pools), torch.full((7, 4, 32), torch.nan, dtype=dtype, device="cuda")
+    rotation = case.rotation and on_gpu(*case.rotation)
+    q, k, v, slots = on_gpu(case.q, case.k, case.v, case.layout.slots)
+    placing(q, k, v, *pools, slots, rotation, replace(h, **norms), turned).run()
+    assert worst_head([t.cpu() for t in (turned, *pools)], expected64(case)) < limit(dtype)
+
+
+@pytest.fixture(params=ACTS)
+def act(request) -> str:
+    chip = chip_of(torch.device("cuda"))
+    if request.param not in chip.acts:
+        pytest.skip(f"{chip.name} has no instructions for {request.param}")
+    return request.param
+
+
+def test_activations(act):
+    x = unusual(20, 160, torch.bfloat16)
+    made, launch = quantizing(x.cuda(), act)
+    launch.run()
+    got = stored64(*(t if t is None else t.cpu() for t in (made.data, made.scale, made.factors)), act, 160)
+    assert np.allclose(got, act64(x, act), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_products_of_activations(shape, act):
+    t, segments, k, split = SHAPES[shape]
+    w, x = random_packed(ACTS[act], (sum(segments), k), segments), x_of(t, k, dtype=torch.bfloat16)
+    weight, out = operand(w.to("cuda")), torch.full((t, sum(segments)), torch.nan, dtype=x.dtype, device="cuda")
+    made, launch = quantizing(x.cuda(), act)
+    chip = chip_of(out.device)
+    tile = replace(tile_for(chip, problem_of(weight, t, act)), split=split)
+    for run in (launch, *product(chip, made, weight, out, tile, Epilogue())):
+        run.run()
+    assert worst_tile(out.cpu(), expected(x, w, act)) < tolerance(torch.bfloat16, k)
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_recorded_steps(name):
+    """Graphs of one and of four sequences in turn, against the same steps without."""
+    decoder, lengths = small_decoder(name, "cuda"), [len(p) for p in PROMPTS]
+    caches = [decoder.new_cache(12, BLOCK) for _ in range(2)]
+    graphs = Graphs.of(decoder)
+    graphs.bind(caches[0], 5)
+    caches[1].allocate(1)
+    caches[1].allocate_slot()
+    tables = [[cache.allocate(3) for _ in PROMPTS] for cache in caches][0]
+    slots = [[cache.allocate_slot() for _ in PROMPTS] for cache in caches][0]
+    for cache in caches:
+        decoder.forward(Batch.build(PROMPTS, [0] * 3, tables, "cuda", slots=slots), cache)
+    for count, new in [(3, [7, 8, 9]), (1, [1]), (3, [2, 3, 4]), (1, [5])]:
+        past = lengths[:count]
+        got = graphs.forward(new, past, tables[:count], slots[:count])
+        batch = Batch.build([[t] for t in new], past, tables[:count], "cuda", slots=slots[:count])
+        assert max(differences([(decoder.forward(batch, caches[1]), got)])) < 1e-4
+        lengths[:count] = [n + 1 for n in past]
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_an_engine_with_graphs(name):
+    """As many tokens as it takes to need a larger cache, whose graphs are others."""
+    decoder, found = small_decoder(name, "cuda"), []
+    for recorded in (True, False):
+        engine = Engine(decoder, max_active=3, block_size=BLOCK)
+        assert engine._graphs is not None
+        engine._graphs = engine._graphs if recorded else None
+        for prompt in (*PROMPTS, [2, 7, 1]):
+            engine.add(prompt, SamplingParams(max_new_tokens=40))
+        found.append({e.index: e.result.tokens for e in engine.run() if e.result})
+    assert found[0] == found[1]

@@ -147,8 +147,9 @@ def test_load_options_reach_the_loader(monkeypatch):
         raise InputError(f"{path} {options}")
 
     monkeypatch.setitem(vars(tutel_pack), "load_packed", load)
-    words = "generate x a --device cuda:1 --dtype float32 --backend torch --threads 3 --mlock --prefault".split()
-    options = dict(dtype=torch.float32, device="cuda:1", backend="torch", threads=3, mlock=True, prefault=True)
+    words = "generate x a --device cuda:1 --dtype float32 --backend torch --act fp8 --threads 3 --mlock --prefault"
+    words, where = words.split(), dict(dtype=torch.float32, device="cuda:1", backend="torch", act="fp8")
+    options = dict(**where, threads=3, mlock=True, prefault=True)
     assert tutel_run(*words, code=2).stderr == f"Error: x {options}\n"
     assert "--threads" in tutel_run("generate", "x", "a", "--threads", "0", code=2).stderr
     assert "'dtype': None" in tutel_run("generate", "x", "a", code=2).stderr

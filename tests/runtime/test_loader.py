@@ -9,6 +9,7 @@ import sys
 import pytest
 import torch
 
+from tests.kernels import interpreted
 from tests.runtime.models import CONFIG, Pair
 from tutel_pack.errors import InputError, ResourceError
 from tutel_pack.formats import PackedTensor
@@ -152,3 +153,27 @@ def test_wrong_options_are_named(artifact, options, error, message):
 def test_a_folder_without_an_artifact_is_named(tmp_path):
     with pytest.raises(InputError, match="is not a packed artifact"):
         load_packed(tmp_path)
+
+
+def test_quantized_activations_need_experts_and_a_device_for_them(artifact):
+    with pytest.raises(InputError, match=r"in mxfp8 are for experts in mxfp4, and those of .* are in nvfp4"):
+        load_packed(artifact, device="cpu", act="mxfp8")
+    with pytest.raises(InputError, match="to 'nvfp4': the backend '(cpu|torch)' has no kernels for it"):
+        load_packed(artifact, device="cpu", act="nvfp4")
+    with pytest.raises(InputError, match="cannot be quantized to 'int8': choose one of fp8, mxfp8, nvfp4"):
+        load_packed(artifact, device="cpu", act="int8")
+
+
+def logits_of(path, act: str | None) -> torch.Tensor:
+    """Run by a worker of the interpreter."""
+    model = load_packed(path, device="cpu", dtype=torch.float32, backend="triton", act=act)
+    assert model.act == act
+    return model.forward(IDS[:1, :2])
+
+
+def test_quantized_activations_change_the_logits_a_little(artifact, model):
+    """By about the relative error of the format, 9 % a product."""
+    quantized = interpreted.submit("tests.runtime.test_loader:logits_of", artifact, "nvfp4").result()
+    expected = model.forward(IDS[:1, :2])
+    error = ((quantized - expected).square().mean() / expected.square().mean()).sqrt()
+    assert 0.01 < error < 0.3

@@ -153,7 +153,7 @@ def test_an_estimate_by_hand():
     entries = timing.entries_of(QWEN, "bf16")
     found = timing.estimate(QWEN, entries, H200, 2, 4, 500)
     parts = timing.step(QWEN, entries, 4, 500).values()
-    gaps = 48 * (12 + 8) + 3
+    gaps = 48 * (8 + 8) + 3
     seconds = sum(max(p.seconds(H200).values()) for p in parts) / 2 + gaps * timing.GAP
     assert found.seconds == pytest.approx(seconds) and found.tokens_per_second == pytest.approx(4 / seconds)
     weights = sum(entry.nbytes for entry in entries.values())
