@@ -81,4 +81,5 @@ class Latents:
         return worst_tile(got, self.expected(), [np.array([i]) for i in range(len(got))])
 
     def limit(self) -> float:
-        return tolerance(self.q.dtype, max(self.lengths))
+        """By the longest sum on the way: over positions, or over an entry, however few positions there are."""
+        return tolerance(self.q.dtype, max(*self.lengths, self.rank + self.shared))
