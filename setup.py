@@ -12,11 +12,12 @@ from setuptools.command.build_ext import build_ext
 FOLDER = Path("kernels/cpu")
 FLAGS = ["-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-fno-math-errno", "-Wall", "-Wextra", "-pthread"]
 FLAGS += ["-Wno-maybe-uninitialized", "-Wno-uninitialized"]  # false alarms of gcc 12 about its own AVX-512 headers
-COMMON = ["api", "threads", "products", "moe", "small_ops", "attention", "layer", "portable"]
+COMMON = ["api", "threads", "products", "moe", "small_ops", "attention", "prefill", "layer", "portable"]
 X86 = {
     "avx2": ["-mavx2", "-mfma", "-mf16c", "-mbmi2"],
     "avx512": ["-march=icelake-client", "-mavx512bf16"],
     "amx": ["-march=icelake-client", "-mavx512bf16", "-mamx-tile", "-mamx-bf16"],
+    "amx_attention": ["-march=icelake-client", "-mavx512bf16", "-mamx-tile", "-mamx-bf16"],
 }
 
 

@@ -32,7 +32,7 @@ from tutel_pack.spec import ClampedSwiglu, Moe, Swiglu
 _library = native.library()
 _linear, _linears, _moe, _routed = _library.tp_linear, _library.tp_linears, _library.tp_moe, _library.tp_routed
 _rms_norm, _route, _place_heads = _library.tp_rms_norm, _library.tp_route, _library.tp_place_heads
-_attend, _layer_step = _library.tp_attend, _library.tp_layer_step
+_attend, _prefill, _layer_step = _library.tp_attend, _library.tp_prefill, _library.tp_layer_step
 
 _DTYPES = native.DTYPES
 
@@ -194,13 +194,16 @@ def attention(
     scale: float | None, sinks: Tensor | None,
 ) -> Tensor:  # fmt: skip
     place, heads, dtype = _layout(layout), q.shape[1], _DTYPES.get(q.dtype)
-    if place is None or not _attends(q.dtype, heads, keys) or not (keys.is_contiguous() and values.is_contiguous()):
+    if not _attends(q.dtype, heads, keys) or not (keys.is_contiguous() and values.is_contiguous()):
         return torch_backend.attention(q, keys, values, layout, window, scale, sinks)
     described = _describe_attention(heads, keys, window, scale, sinks, dtype)
     q, out = q.contiguous(), torch.empty_like(q, memory_format=torch.contiguous_format)
-    _check(_attend(
+    status = (_attend if place.most <= FEW else _prefill)(
         ctypes.addressof(described), place.address, q.data_ptr(), keys.data_ptr(), values.data_ptr(), out.data_ptr()
-    ))  # fmt: skip
+    )
+    if status == 3:
+        return torch_backend.attention(q, keys, values, layout, window, scale, sinks)
+    _check(status)
     return out
 
 
@@ -221,21 +224,19 @@ def _describe_attention(heads: int, keys: Tensor, window, scale, sinks: Tensor |
     return found
 
 
-_layouts: weakref.WeakKeyDictionary[Layout, native.Layout | None] = weakref.WeakKeyDictionary()
+_layouts: weakref.WeakKeyDictionary[Layout, native.Layout] = weakref.WeakKeyDictionary()
 
 
-def _layout(layout: Layout) -> native.Layout | None:
+def _layout(layout: Layout) -> native.Layout:
     """Described once."""
     if layout not in _layouts:
         _layouts[layout] = _describe_layout(layout)
     return _layouts[layout]
 
 
-def _describe_layout(layout: Layout) -> native.Layout | None:
-    """None where a sequence has so many new tokens that a product of matrices is faster."""
+def _describe_layout(layout: Layout) -> native.Layout:
+    """`most`: new tokens of the sequence that has most."""
     starts, lengths = list(layout.starts), list(layout.lengths)
-    if max(stop - start for start, stop in zip(starts, starts[1:])) > FEW:
-        return None
     tables = [table.contiguous() for table in layout.tables]
     addresses = [table.data_ptr() for table in tables]
     arrays = [
@@ -244,6 +245,7 @@ def _describe_layout(layout: Layout) -> native.Layout | None:
     ]  # fmt: skip
     found = native.Layout(len(lengths), *map(ctypes.addressof, arrays))
     found.keep, found.address = (arrays, tables), ctypes.addressof(found)
+    found.most = max(stop - start for start, stop in zip(starts, starts[1:]))
     return found
 
 
@@ -293,7 +295,7 @@ def layer(
     x: Tensor, layer: Layer, keys: Tensor, values: Tensor, layout: Layout, rotation: tuple[Tensor, Tensor] | None
 ) -> Tensor | None:
     where = _layout(layout)
-    if where is None:
+    if where.most > FEW:
         return None
     if layer not in _layers:
         _layers[layer] = _describe_layer(x, layer, keys, values, rotation)

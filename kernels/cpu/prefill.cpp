@@ -1,0 +1,71 @@
+#include "prefill.h"
+
+#include <algorithm>
+#include <atomic>
+#include <vector>
+
+#include "isa.h"
+#include "threads.h"
+#include "weight.h"
+
+namespace tp {
+namespace {
+
+using Kernel = decltype(&attend_by_amx);
+
+Kernel kernel(int32_t dtype) {
+#ifdef __x86_64__
+  if (&isa() == &amx_isa && dtype == TP_BFLOAT16) return attend_by_amx;
+#endif
+  (void)dtype;
+  return nullptr;
+}
+
+// Queries of a block: so many that packing keys costs little, so few that their sums stay in the second cache, and that
+// every thread has several blocks.
+int64_t queries_at_a_time(const tp_attention& a, int64_t tokens, int64_t members) {
+  constexpr int64_t SUMS = 1 << 17, FEWEST = 32;
+  const int64_t all = tokens * a.heads, share = ceil_div(all, 8 * members);
+  return std::max(FEWEST, std::min(SUMS / a.width, share));
+}
+
+// How many positions a block's queries see together, within 2.
+int64_t cost(const tp_attention& a, const QueryBlock& b) {
+  const int64_t first = b.position + 1, last = b.position + b.count;
+  return a.window ? b.count * std::min(last, a.window) : b.count * (first + last) / 2;
+}
+
+std::vector<QueryBlock> blocks(const tp_attention& a, const tp_layout& layout, int64_t tokens) {
+  std::vector<QueryBlock> found;
+  for (int64_t s = 0; s < layout.sequences; s++) {
+    const int64_t start = layout.starts[s], count = layout.starts[s + 1] - start, past = layout.lengths[s] - count;
+    for (int64_t i = 0; i < count; i += tokens) {
+      for (int64_t h = 0; h < a.kv_heads; h++) {
+        found.push_back({start + i, past + i, std::min(tokens, count - i), h, layout.tables[s]});
+      }
+    }
+  }
+  // The dearest ones first: threads take the next one as they get free, and the cheapest are left for the end.
+  std::stable_sort(found.begin(), found.end(), [&](auto& x, auto& y) { return cost(a, x) > cost(a, y); });
+  return found;
+}
+
+}  // namespace
+
+bool prefill(const tp_attention& a, const tp_layout& layout, const void* q, const void* keys, const void* values,
+             void* out) {
+  const Kernel attend = kernel(a.dtype);
+  if (!attend) return false;
+  const int64_t all = layout.starts[layout.sequences], shared = a.heads / a.kv_heads;
+  const auto work = blocks(a, layout, std::max<int64_t>(1, queries_at_a_time(a, all, threads()) / shared));
+  std::atomic<size_t> next{0};
+  run([&](const Member&) {
+    for (size_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < work.size();) {
+      attend(a, work[i], static_cast<const uint16_t*>(q), static_cast<const uint16_t*>(keys),
+             static_cast<const uint16_t*>(values), static_cast<uint16_t*>(out));
+    }
+  });
+  return true;
+}
+
+}  // namespace tp
