@@ -2,8 +2,9 @@
 // columns: sixteen of them are the lanes of a register, and a softmax is arithmetic of whole registers. Rows of keys are
 // tiles as they lie in the cache; values are transposed, once for all queries of a block.
 //
-// A step is 32 keys, a pair is 2 · 16 queries. While tiles multiply the keys of one pair and the values of another, the
-// vector units make weights of the logits of a third.
+// A step is 32 keys, a pair is 2 · 16 queries. While tiles multiply the queries of a pair by the keys of one step, the
+// vector units make weights of the logits of another. What is written for a moment only stays in the first cache:
+// writing to the second one takes longer than all products, so sums are brought there once for many keys.
 #include <immintrin.h>
 
 #include "prefill.h"
@@ -15,9 +16,10 @@ namespace tp {
 namespace {
 
 constexpr int64_t TILE = 512, STEP = 32, PAIR = 32;  // bfloat16 of a tile, keys of a step, queries of a pair
-constexpr int64_t STEPS = 4, KEYS = STEPS * STEP;    // keys that are packed at a time
+constexpr int64_t STEPS = 16, KEYS = STEPS * STEP;   // keys that are packed at a time
+constexpr int64_t RING = 4;                          // steps whose logits are kept
 constexpr float NEVER = -1e30f;                      // below all logits, but finite
-constexpr float SLACK = 8;                           // weights may be so many powers of two above 1
+constexpr float SLACK = 32;                          // weights may be so many powers of two above 1
 
 struct alignas(64) Config {
   uint8_t palette = 1, start_row = 0, reserved[14] = {};
@@ -84,17 +86,63 @@ inline void multiply(const uint16_t* a, int64_t half, int64_t next, const uint16
   _tile_stored(3, out + 528, 128);
 }
 
-// Of a pair: the logit that weights are relative to, as a power of two, and the sums of weights.
+// Of a pair: the whole number that exponents of weights are relative to, and the sums of weights.
 struct Softmax {
   __m512 top[2], sum[2];
 };
 
-// A pair and the steps of keys it sees: logits [keys][2 · 16 queries], and weights in tiles.
-struct Task {
-  int64_t pair, first, last;
-  bool masked;
-  float* logits;
+// The largest of a step's logits [32 keys][2 · 16 queries], a few keys at a time.
+struct Tops {
+  const float* logits;
+  int64_t key = 0;
+  __m512 top[2];
+
+  explicit Tops(const float* from) : logits(from) { top[0] = top[1] = _mm512_set1_ps(-__builtin_inff()); }
+
+  void some(int64_t n) {
+    const int64_t end = key + n < STEP ? key + n : STEP;
+    for (; key < end; key++) {
+      top[0] = _mm512_max_ps(top[0], _mm512_load_ps(logits + key * PAIR));
+      top[1] = _mm512_max_ps(top[1], _mm512_load_ps(logits + key * PAIR + 16));
+    }
+  }
+};
+
+// Logits of a step become weights, in tiles of [pairs of keys][queries][2], a few keys at a time.
+struct Weights {
+  const float* logits;
   uint16_t* weights;
+  const __m512 scale;
+  Softmax& softmax;
+  int64_t key = 0;
+
+  Weights(const float* from, uint16_t* to, float s, Softmax& of) : logits(from), weights(to), scale(_mm512_set1_ps(s)), softmax(of) {}
+
+  void some(int64_t n) {
+    const int64_t end = key + n < STEP ? key + n : STEP;
+    for (; key < end; key += 2) {
+#pragma GCC unroll 2
+      for (int c = 0; c < 2; c++) {
+        const float* from = logits + key * PAIR + 16 * c;
+        const __m512 a = power_of_two(_mm512_fmsub_ps(_mm512_load_ps(from), scale, softmax.top[c]));
+        const __m512 b = power_of_two(_mm512_fmsub_ps(_mm512_load_ps(from + PAIR), scale, softmax.top[c]));
+        softmax.sum[c] = _mm512_add_ps(softmax.sum[c], _mm512_add_ps(a, b));
+        _mm512_store_si512(weights + c * TILE + 16 * key, alternate(a, b));
+      }
+    }
+  }
+};
+
+// Memory to be divided, or to be counted while there is none yet.
+struct Parts {
+  char* memory;
+  int64_t bytes;
+
+  template <class T>
+  void take(T*& part, int64_t n) {
+    if (memory) part = reinterpret_cast<T*>(memory + bytes);
+    bytes += ceil_div(n * int64_t{sizeof(T)}, 64) * 64;
+  }
 };
 
 class Block {
@@ -103,26 +151,10 @@ class Block {
       : a_(a), b_(b), q_(q), shared_(a.heads / a.kv_heads), columns_(ceil_div(a.width, 32)), width_(32 * columns_),
         rows_(b.count * shared_), pairs_(ceil_div(rows_, PAIR)), scale_(a.scale * 1.44269504f),
         source_{keys, values} {
-    const int64_t queries = pairs_ * PAIR;
-    // 64 bytes more than a page between what is read and written in turns: equal low bits of addresses cost time.
-    const int64_t sizes[] = {2 * queries * width_, 4 * queries * width_, pairs_ * int64_t{sizeof(Softmax)},
-                             2 * KEYS * width_, 2 * KEYS * width_, 8 * KEYS * PAIR, 4 * KEYS * PAIR,
-                             4 * queries, 4 * queries, pairs_ * int64_t{sizeof(Task)}};
-    void* parts[10];
-    int64_t bytes = 0;
-    for (int64_t size : sizes) bytes += place(size);
-    char* p = static_cast<char*>(scratch(SLOT_PACKED, bytes));
-    for (int i = 0; i < 10; i++) parts[i] = p, p += place(sizes[i]);
-    packed_q_ = static_cast<uint16_t*>(parts[0]);
-    sums_ = static_cast<float*>(parts[1]);
-    softmax_ = static_cast<Softmax*>(parts[2]);
-    packed_keys_ = static_cast<uint16_t*>(parts[3]);
-    packed_values_ = static_cast<uint16_t*>(parts[4]);
-    logits_ = static_cast<float*>(parts[5]);
-    weights_ = static_cast<uint16_t*>(parts[6]);
-    low_ = static_cast<int32_t*>(parts[7]);
-    high_ = static_cast<int32_t*>(parts[8]);
-    tasks_ = static_cast<Task*>(parts[9]);
+    Parts parts{nullptr, 0};
+    divide(parts);
+    parts = {static_cast<char*>(scratch(SLOT_PACKED, parts.bytes)), 0};
+    divide(parts);
   }
 
   void run(uint16_t* out) {
@@ -131,7 +163,7 @@ class Block {
     const int64_t end = b_.position + b_.count, begin = low(b_.position);
     for (int64_t chunk = begin / STEP * STEP; chunk < end; chunk += KEYS) {
       pack_chunk(chunk, begin, end);
-      attend(find_tasks(chunk));
+      for (int64_t pair = 0; pair < pairs_; pair++) attend(chunk, pair);
     }
     _tile_release();
     tiles_and_others_meet();
@@ -139,48 +171,61 @@ class Block {
   }
 
  private:
-  static int64_t place(int64_t size) { return ceil_div(size, 4096) * 4096 + 192; }
+  void divide(Parts& parts) {
+    const int64_t queries = pairs_ * PAIR;
+    parts.take(logits_, RING * STEP * PAIR);
+    parts.take(weights_, KEYS * PAIR);
+    parts.take(packed_q_, queries * width_);
+    parts.take(sums_, queries * width_);
+    parts.take(softmax_, pairs_);
+    parts.take(packed_keys_, KEYS * width_);
+    parts.take(packed_values_, KEYS * width_);
+    parts.take(places_, queries);
+    parts.take(low_, queries);
+    parts.take(high_, queries);
+  }
 
   // The first position that the query at `position` sees.
   int64_t low(int64_t position) const { return a_.window && position >= a_.window ? position - a_.window + 1 : 0; }
 
-  // Where in [tokens, heads, width] row `row` of the block begins.
-  int64_t place_of(int64_t row) const {
-    return ((b_.token + row / shared_) * a_.heads + b_.head * shared_ + row % shared_) * a_.width;
-  }
-
-  // Queries as second operands: for every 16 of them and 32 of their values, [pairs of values][queries][2].
   void start() {
+    for (int64_t row = 0, token = 0, head = 0; row < pairs_ * PAIR; row++) {
+      places_[row] = ((b_.token + token) * a_.heads + b_.head * shared_ + head) * a_.width;
+      low_[row] = static_cast<int32_t>(low(b_.position + token) - b_.position);
+      high_[row] = static_cast<int32_t>(token);
+      // Queries that fill up the last pair stand where the last one does.
+      if (row + 1 < rows_ && ++head == shared_) head = 0, token++;
+    }
     for (int64_t column = 0; column < 2 * pairs_; column++) {
-      for (int64_t c = 0; c < columns_; c++) {
-        __m512i m[16];
-        for (int64_t i = 0; i < 16; i++) {
-          const int64_t row = 16 * column + i;
-          m[i] = row < rows_ ? _mm512_maskz_loadu_epi16(words(a_.width - 32 * c), q_ + place_of(row) + 32 * c) : _mm512_setzero_si512();
-        }
-        transpose(m);
-        uint16_t* tile = packed_q_ + (column * columns_ + c) * TILE;
-        for (int i = 0; i < 16; i++) _mm512_store_si512(tile + 32 * i, m[i]);
-      }
+      pack_queries(column);
       start_softmax(column);
     }
-    for (int64_t i = 0; i < pairs_ * PAIR * width_; i += 16) _mm512_store_ps(sums_ + i, _mm512_setzero_ps());
+  }
+
+  // Second operands: for every 32 values of 16 queries a tile, [pairs of values][queries][2].
+  void pack_queries(int64_t column) {
+    for (int64_t c = 0; c < columns_; c++) {
+      __m512i m[16];
+      for (int64_t i = 0; i < 16; i++) {
+        m[i] = _mm512_maskz_loadu_epi16(words(a_.width - 32 * c), q_ + places_[16 * column + i] + 32 * c);
+      }
+      transpose(m);
+      uint16_t* tile = packed_q_ + (column * columns_ + c) * TILE;
+      for (int i = 0; i < 16; i++) _mm512_store_si512(tile + 32 * i, m[i]);
+    }
   }
 
   // A sink is a logit that comes before all others, without a value.
   void start_softmax(int64_t column) {
-    alignas(64) float top[16];
+    alignas(64) float top[16], sum[16];
     for (int64_t i = 0; i < 16; i++) {
-      const int64_t row = 16 * column + i, token = row < rows_ ? row / shared_ : b_.count - 1;
-      const float sink = a_.sinks ? a_.sinks[b_.head * shared_ + row % shared_] * 1.44269504f : NEVER;
+      const int64_t head = places_[16 * column + i] / a_.width % a_.heads;
+      const float sink = a_.sinks ? a_.sinks[head] * 1.44269504f : NEVER;
       top[i] = sink > NEVER ? sink : NEVER;
-      low_[row] = static_cast<int32_t>(low(b_.position + token) - b_.position);
-      high_[row] = static_cast<int32_t>(token);
+      sum[i] = sink > NEVER ? 1 : 0;
     }
-    Softmax& s = softmax_[column / 2];
-    s.top[column % 2] = _mm512_load_ps(top);
-    const __mmask16 sinks = _mm512_cmp_ps_mask(s.top[column % 2], _mm512_set1_ps(NEVER), _CMP_GT_OQ);
-    s.sum[column % 2] = _mm512_maskz_mov_ps(sinks, _mm512_set1_ps(1));
+    softmax_[column / 2].top[column % 2] = _mm512_load_ps(top);
+    softmax_[column / 2].sum[column % 2] = _mm512_load_ps(sum);
   }
 
   void pack_chunk(int64_t chunk, int64_t begin, int64_t end) {
@@ -231,158 +276,113 @@ class Block {
     }
   }
 
-  // The pairs that see some of a chunk's keys.
-  int64_t find_tasks(int64_t chunk) {
-    chunk_ = chunk;
-    int64_t count = 0;
-    for (int64_t pair = 0; pair < pairs_; pair++) {
-      const int64_t row = pair * PAIR, last_row = (row + PAIR < rows_ ? row + PAIR : rows_) - 1;
-      const int64_t first = b_.position + row / shared_, last = b_.position + last_row / shared_;
-      const int64_t from = low(first) > chunk ? (low(first) - chunk) / STEP : 0;
-      const int64_t steps = ceil_div(last + 1 - chunk, STEP), to = steps < STEPS ? steps : STEPS;
-      if (from >= to) continue;
-      const bool masked = chunk + to * STEP > first + 1 || chunk + from * STEP < low(last);
-      tasks_[count] = {pair, from, to, masked, logits_ + count % 2 * KEYS * PAIR, weights_ + count % 2 * KEYS * PAIR};
-      count++;
-    }
-    return count;
-  }
-
-  // Largest logits of a task, a few keys at a time. Logits that a query does not see become −∞.
-  struct Tops {
-    const Block& block;
-    const Task* task;
-    int64_t key = 0, keys = 0;
-    __m512 top[2];
-
-    Tops(const Block& b, const Task* t) : block(b), task(t), keys(t ? (t->last - t->first) * STEP : 0) {
-      top[0] = top[1] = _mm512_set1_ps(NEVER);
-    }
-
-    void some(int64_t n) {
-      const int64_t end = key + n < keys ? key + n : keys;
-      if (key < end && task->masked) mask(end);
-      for (; key < end; key++) {
-        for (int c = 0; c < 2; c++) top[c] = _mm512_max_ps(top[c], _mm512_load_ps(task->logits + key * PAIR + 16 * c));
-      }
-    }
-
-    void mask(int64_t end) {
-      for (int c = 0; c < 2; c++) {
-        const __m512i low = _mm512_loadu_si512(block.low_ + task->pair * PAIR + 16 * c);
-        const __m512i high = _mm512_loadu_si512(block.high_ + task->pair * PAIR + 16 * c);
-        for (int64_t k = key; k < end; k++) {
-          const int64_t position = block.chunk_ + task->first * STEP + k - block.b_.position;
-          const __m512i here = _mm512_set1_epi32(static_cast<int32_t>(position));
-          const __mmask16 unseen = _mm512_cmplt_epi32_mask(here, low) | _mm512_cmpgt_epi32_mask(here, high);
-          _mm512_mask_store_ps(task->logits + k * PAIR + 16 * c, unseen, _mm512_set1_ps(-__builtin_inff()));
-        }
-      }
-    }
-  };
-
-  // Weights of a task, a few keys at a time.
-  struct Weights {
-    const Task* task;
-    const __m512 scale;
-    int64_t key = 0, keys = 0;
-    __m512 top[2], sum[2];
-
-    Weights(const Block& b, const Task* t) : task(t), scale(_mm512_set1_ps(b.scale_)), keys(t ? (t->last - t->first) * STEP : 0) {
-      for (int c = 0; c < 2; c++) {
-        top[c] = t ? b.softmax_[t->pair].top[c] : _mm512_setzero_ps();
-        sum[c] = _mm512_setzero_ps();
-      }
-    }
-
-    void some(int64_t n) {
-      const int64_t end = key + n < keys ? key + n : keys;
-      for (; key < end; key += 2) {
-        const float* from = task->logits + key * PAIR;
-        uint16_t* to = task->weights + key / STEP * 2 * TILE + key % STEP * 16;
-#pragma GCC unroll 2
-        for (int c = 0; c < 2; c++) {
-          const __m512 a = power_of_two(_mm512_fmsub_ps(_mm512_load_ps(from + 16 * c), scale, top[c]));
-          const __m512 b = power_of_two(_mm512_fmsub_ps(_mm512_load_ps(from + PAIR + 16 * c), scale, top[c]));
-          sum[c] = _mm512_add_ps(sum[c], _mm512_add_ps(a, b));
-          _mm512_store_si512(to + c * TILE, alternate(a, b));
-        }
-      }
-    }
-  };
-
-  // Task by task: logits of the next one and sums of the previous one, while the weights of this one are made.
-  void attend(int64_t count) {
-    const auto nothing = [] {};
-    if (count) logits(tasks_[0], nothing);
+  // What a pair sees of a chunk is added to its sums.
+  void attend(int64_t chunk, int64_t pair) {
+    const int64_t row = pair * PAIR, first = b_.position + high_[row], last = b_.position + high_[row + PAIR - 1];
+    const int64_t from = low(first) > chunk ? (low(first) - chunk) / STEP : 0;
+    const int64_t seen = ceil_div(last + 1 - chunk, STEP), to = seen < STEPS ? seen : STEPS;
+    if (from >= to) return;
+    const bool fresh = chunk <= low(first);
+    Softmax softmax = softmax_[pair];
+    logits(pair, from, [] {});
+    if (from + 1 < to) logits(pair, from + 1, [] {});
     tiles_and_others_meet();
-    if (count) first_tops(tasks_[0]);
-    for (int64_t t = 0; t <= count; t++) {
-      const Task* now = t < count ? &tasks_[t] : nullptr;
-      const Task* next = t + 1 < count ? &tasks_[t + 1] : nullptr;
-      Weights weights(*this, now);
-      Tops tops(*this, next);
-      if (next) logits(*next, [&] { weights.some(4); });
-      tiles_and_others_meet();
-      if (t) add_values(tasks_[t - 1], [&] { tops.some(8), weights.some(4); });
-      weights.some(KEYS);
-      tops.some(KEYS);
-      if (now) {
-        for (int c = 0; c < 2; c++) softmax_[now->pair].sum[c] = _mm512_add_ps(softmax_[now->pair].sum[c], weights.sum[c]);
+    hide(chunk, pair, from);
+    Tops tops(ring(from));
+    tops.some(STEP);
+    raise(pair, softmax, tops.top, from, from, fresh);
+    const int64_t few = ceil_div(STEP / 2, columns_) * 2;
+    for (int64_t s = from; s < to; s++) {
+      Weights weights(ring(s), weights_ + s * 2 * TILE, scale_, softmax);
+      if (s + 1 < to) {
+        hide(chunk, pair, s + 1);
+        Tops next(ring(s + 1));
+        if (s + 2 < to) logits(pair, s + 2, [&] { weights.some(few), next.some(few); });
+        weights.some(STEP);
+        next.some(STEP);
+        raise(pair, softmax, next.top, from, s + 1, fresh);
+      } else {
+        weights.some(STEP);
       }
-      if (next) raise(next->pair, tops.top);
       tiles_and_others_meet();
     }
+    softmax_[pair] = softmax;
+    if (fresh) add_values<true>(pair, from, to);
+    else add_values<false>(pair, from, to);
   }
 
-  void first_tops(const Task& task) {
-    Tops tops(*this, &task);
-    tops.some(KEYS);
-    raise(task.pair, tops.top);
-  }
-
-  template <class Between>
-  void logits(const Task& t, Between&& between) const {
-    const uint16_t* q = packed_q_ + t.pair * 2 * columns_ * TILE;
-    for (int64_t s = t.first; s < t.last; s++) {
-      multiply<true>(packed_keys_ + s * STEP * width_, columns_ * TILE, TILE, q, columns_ * TILE, TILE, columns_,
-                     t.logits + (s - t.first) * STEP * PAIR, between);
-    }
-  }
+  float* ring(int64_t step) const { return logits_ + step % RING * STEP * PAIR; }
 
   template <class Between>
-  void add_values(const Task& t, Between&& between) const {
+  void logits(int64_t pair, int64_t step, Between&& between) const {
+    const uint16_t* q = packed_q_ + pair * 2 * columns_ * TILE;
+    multiply<true>(packed_keys_ + step * STEP * width_, columns_ * TILE, TILE, q, columns_ * TILE, TILE, columns_, ring(step), between);
+  }
+
+  template <bool CLEAR>
+  void add_values(int64_t pair, int64_t from, int64_t to) const {
     for (int64_t c = 0; c < columns_; c++) {
-      multiply<false>(packed_values_ + t.first * STEP * width_ + 2 * c * TILE, TILE, STEP * width_, t.weights, TILE, 2 * TILE,
-                      t.last - t.first, sums_ + (t.pair * width_ + 32 * c) * PAIR, between);
+      multiply<CLEAR>(packed_values_ + from * STEP * width_ + 2 * c * TILE, TILE, STEP * width_, weights_ + from * 2 * TILE, TILE,
+                      2 * TILE, to - from, sums_ + (pair * width_ + 32 * c) * PAIR, [] {});
     }
   }
 
-  // Weights become relative to a larger logit, where one is so much larger that they could become too large.
-  void raise(int64_t pair, const __m512 (&largest)[2]) {
-    Softmax& s = softmax_[pair];
+  // Logits that a query does not see become −∞.
+  void hide(int64_t chunk, int64_t pair, int64_t step) const {
+    const int64_t row = pair * PAIR, start = chunk + step * STEP - b_.position;
+    if (start >= low_[row + PAIR - 1] && start + STEP - 1 <= high_[row]) return;
     for (int c = 0; c < 2; c++) {
-      const __m512 top = _mm512_max_ps(s.top[c], _mm512_mul_ps(largest[c], _mm512_set1_ps(scale_)));
-      if (!_mm512_cmp_ps_mask(top, _mm512_add_ps(s.top[c], _mm512_set1_ps(SLACK)), _CMP_GT_OQ)) continue;
-      const __m512 factor = power_of_two(_mm512_sub_ps(s.top[c], top));
-      s.top[c] = top;
-      s.sum[c] = _mm512_mul_ps(s.sum[c], factor);
+      const __m512i low = _mm512_loadu_si512(low_ + row + 16 * c), high = _mm512_loadu_si512(high_ + row + 16 * c);
+      for (int64_t k = 0; k < STEP; k++) {
+        const __m512i here = _mm512_set1_epi32(static_cast<int32_t>(start + k));
+        const __mmask16 unseen = _mm512_cmplt_epi32_mask(here, low) | _mm512_cmpgt_epi32_mask(here, high);
+        _mm512_mask_store_ps(ring(step) + k * PAIR + 16 * c, unseen, _mm512_set1_ps(-__builtin_inff()));
+      }
+    }
+  }
+
+  // Where a logit is so large that its weight could become too large, weights become relative to it: those of the
+  // chunk's steps from `from` to `step`, and the sums, if there are any yet. Factors are powers of two, so nothing is
+  // rounded.
+  void raise(int64_t pair, Softmax& softmax, const __m512 (&largest)[2], int64_t from, int64_t step, bool fresh) const {
+    for (int c = 0; c < 2; c++) {
+      const __m512 logit = _mm512_mul_ps(largest[c], _mm512_set1_ps(scale_)), old = softmax.top[c];
+      const __mmask16 larger = _mm512_cmp_ps_mask(logit, _mm512_add_ps(old, _mm512_set1_ps(SLACK)), _CMP_GT_OQ);
+      if (!larger) continue;
+      softmax.top[c] = _mm512_mask_roundscale_ps(old, larger, logit, _MM_FROUND_TO_POS_INF);
+      const __m512 factor = _mm512_scalef_ps(_mm512_set1_ps(1), _mm512_sub_ps(old, softmax.top[c]));
+      softmax.sum[c] = _mm512_mul_ps(softmax.sum[c], factor);
+      for (int64_t s = from; s < step; s++) multiply_words(weights_ + (2 * s + c) * TILE, factor);
       float* sums = sums_ + pair * width_ * PAIR + 16 * c;
-      for (int64_t d = 0; d < width_; d++) _mm512_store_ps(sums + d * PAIR, _mm512_mul_ps(_mm512_load_ps(sums + d * PAIR), factor));
+      for (int64_t d = 0; d < width_ && !fresh; d++) {
+        _mm512_store_ps(sums + d * PAIR, _mm512_mul_ps(_mm512_load_ps(sums + d * PAIR), factor));
+      }
+    }
+  }
+
+  // A tile of weights of 16 queries.
+  static void multiply_words(uint16_t* tile, __m512 factor) {
+    const __m512i high = _mm512_set1_epi32(-65536);
+    for (int i = 0; i < 16; i++) {
+      const __m512i both = _mm512_load_si512(tile + 32 * i);
+      const __m512 a = _mm512_mul_ps(_mm512_castsi512_ps(_mm512_slli_epi32(both, 16)), factor);
+      const __m512 b = _mm512_mul_ps(_mm512_castsi512_ps(_mm512_and_si512(both, high)), factor);
+      const __m512i words = _mm512_or_si512(_mm512_srli_epi32(_mm512_castps_si512(a), 16), _mm512_and_si512(_mm512_castps_si512(b), high));
+      _mm512_store_si512(tile + 32 * i, words);
     }
   }
 
   // Sums of 16 queries, [column of values][query], become rows of the result.
   void finish(int64_t column, uint16_t* out) const {
-    const __m512 sum = softmax_[column / 2].sum[column % 2];
+    const __m512 share = _mm512_div_ps(_mm512_set1_ps(1), softmax_[column / 2].sum[column % 2]);
     const float* sums = sums_ + column / 2 * width_ * PAIR + column % 2 * 16;
     for (int64_t d = 0; d < a_.width; d += 16) {
       __m512i m[16];
-      for (int64_t i = 0; i < 16; i++) m[i] = _mm512_castps_si512(_mm512_div_ps(_mm512_load_ps(sums + (d + i) * PAIR), sum));
+      for (int64_t i = 0; i < 16; i++) m[i] = _mm512_castps_si512(_mm512_mul_ps(_mm512_load_ps(sums + (d + i) * PAIR), share));
       transpose(m);
       for (int64_t i = 0; i < 16 && 16 * column + i < rows_; i++) {
         const __m256bh rounded = _mm512_cvtneps_pbh(_mm512_castsi512_ps(m[i]));
-        _mm256_storeu_si256(reinterpret_cast<__m256i*>(out + place_of(16 * column + i) + d), reinterpret_cast<__m256i>(rounded));
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(out + places_[16 * column + i] + d), reinterpret_cast<__m256i>(rounded));
       }
     }
   }
@@ -394,13 +394,12 @@ class Block {
   const int64_t rows_, pairs_;
   const float scale_;  // to powers of two
   const uint16_t* source_[2];
-  int64_t chunk_ = 0;
 
   uint16_t *packed_q_, *packed_keys_, *packed_values_, *weights_;
   float *sums_, *logits_;
-  int32_t *low_, *high_;  // of every query: the first and last position it sees, from the block's first one on
   Softmax* softmax_;
-  Task* tasks_;
+  int64_t* places_;       // of every query: where it begins
+  int32_t *low_, *high_;  // … and the first and last position it sees, from the block's first one on
 };
 
 }  // namespace
