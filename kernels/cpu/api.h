@@ -47,7 +47,7 @@ int32_t tp_place_heads(const tp_heads* heads, int64_t tokens, const void* q, con
 // See Ops.attention: of few new tokens.
 int32_t tp_attend(const tp_attention* attention, const tp_layout* layout, const void* q, const void* keys,
                   const void* values, void* out);
-// The same of any number of tokens; TP_UNKNOWN where the instruction set in use has no kernel for this dtype.
+// The same of any number of tokens; TP_UNKNOWN where there is no kernel, see prefill().
 int32_t tp_prefill(const tp_attention* attention, const tp_layout* layout, const void* q, const void* keys,
                    const void* values, void* out);
 

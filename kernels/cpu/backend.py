@@ -201,7 +201,7 @@ def attention(
     status = (_attend if place.most <= FEW else _prefill)(
         ctypes.addressof(described), place.address, q.data_ptr(), keys.data_ptr(), values.data_ptr(), out.data_ptr()
     )
-    if status == 3:
+    if status == 3:  # there is no kernel
         return torch_backend.attention(q, keys, values, layout, window, scale, sinks)
     _check(status)
     return out

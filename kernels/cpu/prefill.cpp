@@ -11,7 +11,7 @@
 namespace tp {
 namespace {
 
-using Kernel = decltype(&attend_by_amx);
+using Kernel = void (*)(const tp_attention&, const QueryBlock&, const uint16_t*, const uint16_t*, const uint16_t*, uint16_t*);
 
 Kernel kernel(int32_t dtype) {
 #ifdef __x86_64__
@@ -55,7 +55,7 @@ std::vector<QueryBlock> blocks(const tp_attention& a, const tp_layout& layout, i
 bool prefill(const tp_attention& a, const tp_layout& layout, const void* q, const void* keys, const void* values,
              void* out) {
   const Kernel attend = kernel(a.dtype);
-  if (!attend) return false;
+  if (!attend || !(a.scale > 0)) return false;  // the largest product is taken for the largest logit
   const int64_t all = layout.starts[layout.sequences], shared = a.heads / a.kv_heads;
   const auto work = blocks(a, layout, std::max<int64_t>(1, queries_at_a_time(a, all, threads()) / shared));
   std::atomic<size_t> next{0};
