@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "isa.h"
+#include "prefill.h"
 #include "products.h"
 #include "threads.h"
 
@@ -109,10 +110,16 @@ class Attention {
   int64_t positions_ = 0, parts_ = 1;
 };
 
+// A matrix unit is faster from two tokens of a sequence on, if there are heads enough for all threads.
+bool many(const tp_attention& a, const tp_layout& layout) {
+  return layout.starts[layout.sequences] >= 2 * layout.sequences && layout.sequences * a.kv_heads >= threads();
+}
+
 }  // namespace
 
 void attention(const tp_attention& a, const tp_layout& layout, const void* q, const void* keys, const void* values,
                void* out) {
+  if (many(a, layout) && prefill(a, layout, q, keys, values, out)) return;
   Attention(a, layout, q, keys, values, out).run();
 }
 

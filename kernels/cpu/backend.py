@@ -1,7 +1,7 @@
 """The operations of ops.py by the C++ of this folder, in float32 and bfloat16.
 
-Native are `linear` and `moe` of mxfp4, nvfp4, int4, fp8 and bfloat16 weights, and what lies between them when tokens
-are decoded. Everything else is torch's, and so are activations in float16 and weights that `native.describe` has no
+Native are `linear` and `moe` of mxfp4, nvfp4, int4, fp8 and bfloat16 weights, what lies between them when tokens are
+decoded, and attention of many tokens where there is a matrix unit. Everything else is torch's, and so are activations in float16 and weights that `native.describe` has no
 kernel for.
 """
 
