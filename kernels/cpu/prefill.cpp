@@ -21,12 +21,16 @@ Kernel kernel(int32_t dtype) {
   return nullptr;
 }
 
-// Queries of a block: so many that packing keys costs little, so few that their sums stay in the second cache, and that
-// every thread has several blocks.
-int64_t queries_at_a_time(const tp_attention& a, int64_t tokens, int64_t members) {
-  constexpr int64_t SUMS = 1 << 17, FEWEST = 32;
-  const int64_t all = tokens * a.heads, share = ceil_div(all, 8 * members);
-  return std::max(FEWEST, std::min(SUMS / a.width, share));
+// Tokens of a block: so many that packing keys costs little, so few that the sums of its queries stay in the second
+// cache, and that every thread has several blocks.
+int64_t tokens_at_a_time(const tp_attention& a, const tp_layout& layout) {
+  constexpr int64_t SUMS = 1 << 17, FEWEST = 32, BLOCKS = 4;
+  const int64_t members = threads(), shared = a.heads / a.kv_heads, least = layout.sequences * a.kv_heads;
+  int64_t longest = 1;
+  for (int64_t s = 0; s < layout.sequences; s++) longest = std::max(longest, layout.starts[s + 1] - layout.starts[s]);
+  const int64_t parts = members == 1 ? 1 : ceil_div(BLOCKS * members, least);
+  const int64_t queries = std::clamp(ceil_div(longest * shared, parts), FEWEST, SUMS / a.width);
+  return std::max<int64_t>(1, queries / shared);
 }
 
 // How many positions a block's queries see together, within 2.
@@ -56,8 +60,7 @@ bool prefill(const tp_attention& a, const tp_layout& layout, const void* q, cons
              void* out) {
   const Kernel attend = kernel(a.dtype);
   if (!attend || !(a.scale > 0)) return false;  // the largest product is taken for the largest logit
-  const int64_t all = layout.starts[layout.sequences], shared = a.heads / a.kv_heads;
-  const auto work = blocks(a, layout, std::max<int64_t>(1, queries_at_a_time(a, all, threads()) / shared));
+  const auto work = blocks(a, layout, tokens_at_a_time(a, layout));
   std::atomic<size_t> next{0};
   run([&](const Member&) {
     for (size_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < work.size();) {
