@@ -1,6 +1,6 @@
-// Attention by AMX tiles. Logits are computed as keys × queries and sums as values × weights, so that the queries are
-// columns: sixteen of them are the lanes of a register, and a softmax is arithmetic of whole registers. Rows of keys are
-// tiles as they lie in the cache; values are transposed, once for all queries of a block.
+// Attention by AMX tiles. Logits are computed as keys × queries and sums as values × weights, so queries are columns:
+// sixteen of them are the lanes of a register, and a softmax is arithmetic of whole registers. Rows of keys are tiles as
+// they are; values are transposed. Both are packed once for all queries of a block.
 //
 // A step is 32 keys, a pair is 2 · 16 queries. While tiles multiply the queries of a pair by the keys of one step, the
 // vector units make weights of the logits of another. What is written for a moment only stays in the first cache:
@@ -19,6 +19,7 @@ constexpr int64_t TILE = 512, STEP = 32, PAIR = 32;  // bfloat16 of a tile, keys
 constexpr int64_t STEPS = 16, KEYS = STEPS * STEP;   // keys that are packed at a time
 constexpr int64_t RING = 4;                          // steps whose logits are kept
 constexpr float NEVER = -1e30f;                      // below all logits, but finite
+constexpr float LOG2_E = 1.44269504f;
 constexpr float SLACK = 32;                          // weights may be so many powers of two above 1
 
 struct alignas(64) Config {
@@ -46,19 +47,25 @@ inline __m512 power_of_two(__m512 x) {
 
 // The columns of a and of b alternate.
 inline __m512i alternate(__m512 a, __m512 b) {
-  const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21, 5,
-                                         20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+  const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21,
+                                         5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
   return _mm512_permutexvar_epi16(order, reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(b, a)));
 }
 
 inline __mmask32 words(int64_t n) { return n >= 32 ? ~0u : n > 0 ? (1u << n) - 1 : 0; }
 
-// Two tiles of rows times two tiles of columns, `count` times over: a's tiles are `next` apart from one to the next, b's
-// one tile. Adds to out [32 rows][32 columns]; `between` is called after every four products.
-template <bool CLEAR, class Between>
-inline void multiply(const uint16_t* a, int64_t half, int64_t next, const uint16_t* b, int64_t second, int64_t step,
-                     int64_t count, float* out, Between&& between) {
-  if (CLEAR) {
+// Where tiles of an operand lie: two side by side are `second` apart, and those of the next product `next`.
+struct Operand {
+  const uint16_t* data;
+  int64_t second, next;
+};
+
+// out [32][32] = the sum of `count` products of two tiles of rows and two of columns; added to it unless FRESH.
+// `between` is called after every four products of tiles. Keys and values only pass through the first cache, and should
+// not drive out what is in use there.
+template <bool FRESH, class Between>
+inline void multiply(Operand a, Operand b, int64_t count, float* out, Between&& between) {
+  if (FRESH) {
     _tile_zero(0);
     _tile_zero(1);
     _tile_zero(2);
@@ -69,13 +76,13 @@ inline void multiply(const uint16_t* a, int64_t half, int64_t next, const uint16
     _tile_loadd(2, out + 512, 128);
     _tile_loadd(3, out + 528, 128);
   }
-  for (int64_t i = 0; i < count; i++, a += next, b += step) {
-    _tile_loadd(4, a, 64);
-    _tile_loadd(6, b, 64);
+  for (int64_t i = 0; i < count; i++, a.data += a.next, b.data += b.next) {
+    _tile_stream_loadd(4, a.data, 64);
+    _tile_loadd(6, b.data, 64);
     _tile_dpbf16ps(0, 4, 6);
-    _tile_loadd(7, b + second, 64);
+    _tile_loadd(7, b.data + b.second, 64);
     _tile_dpbf16ps(1, 4, 7);
-    _tile_loadd(5, a + half, 64);
+    _tile_stream_loadd(5, a.data + a.second, 64);
     _tile_dpbf16ps(2, 5, 6);
     _tile_dpbf16ps(3, 5, 7);
     between();
@@ -116,7 +123,8 @@ struct Weights {
   Softmax& softmax;
   int64_t key = 0;
 
-  Weights(const float* from, uint16_t* to, float s, Softmax& of) : logits(from), weights(to), scale(_mm512_set1_ps(s)), softmax(of) {}
+  Weights(const float* from, uint16_t* to, float s, Softmax& of)
+      : logits(from), weights(to), scale(_mm512_set1_ps(s)), softmax(of) {}
 
   void some(int64_t n) {
     const int64_t end = key + n < STEP ? key + n : STEP;
@@ -148,9 +156,9 @@ struct Parts {
 class Block {
  public:
   Block(const tp_attention& a, const QueryBlock& b, const uint16_t* q, const uint16_t* keys, const uint16_t* values)
-      : a_(a), b_(b), q_(q), shared_(a.heads / a.kv_heads), columns_(ceil_div(a.width, 32)), width_(32 * columns_),
-        rows_(b.count * shared_), pairs_(ceil_div(rows_, PAIR)), scale_(a.scale * 1.44269504f),
-        source_{keys, values} {
+      : a_(a), b_(b), q_(q), keys_(keys), values_(values), shared_(a.heads / a.kv_heads),
+        columns_(ceil_div(a.width, 32)), width_(32 * columns_), rows_(b.count * shared_),
+        pairs_(ceil_div(rows_, PAIR)), scale_(a.scale * LOG2_E) {
     Parts parts{nullptr, 0};
     divide(parts);
     parts = {static_cast<char*>(scratch(SLOT_PACKED, parts.bytes)), 0};
@@ -220,7 +228,7 @@ class Block {
     alignas(64) float top[16], sum[16];
     for (int64_t i = 0; i < 16; i++) {
       const int64_t head = places_[16 * column + i] / a_.width % a_.heads;
-      const float sink = a_.sinks ? a_.sinks[head] * 1.44269504f : NEVER;
+      const float sink = a_.sinks ? a_.sinks[head] * LOG2_E : NEVER;
       top[i] = sink > NEVER ? sink : NEVER;
       sum[i] = sink > NEVER ? 1 : 0;
     }
@@ -228,21 +236,39 @@ class Block {
     softmax_[column / 2].sum[column % 2] = _mm512_load_ps(sum);
   }
 
-  void pack_chunk(int64_t chunk, int64_t begin, int64_t end) {
+  // Rows of a step's keys and values. What lies outside begin … end − 1 is not read: it may be anything.
+  struct Rows {
+    const uint16_t *keys[STEP], *values[STEP];
+  };
+
+  Rows rows_from(int64_t position, int64_t begin, int64_t end) const {
     alignas(64) static const uint16_t nothing[512] = {};
+    Rows rows;
+    for (int64_t i = 0; i < STEP; i++, position++) {
+      rows.keys[i] = rows.values[i] = nothing;
+      if (position < begin || position >= end) continue;
+      const int64_t row = b_.table[position / a_.block_size] * a_.block_size + position % a_.block_size;
+      const int64_t offset = (row * a_.kv_heads + b_.head) * a_.width;
+      rows.keys[i] = keys_ + offset;
+      rows.values[i] = values_ + offset;
+    }
+    return rows;
+  }
+
+  void pack_chunk(int64_t chunk, int64_t begin, int64_t end) {
+    Rows rows = rows_from(chunk, begin, end);
     for (int64_t step = 0; step < STEPS && chunk + step * STEP < end; step++) {
-      const uint16_t *keys[STEP], *values[STEP];
+      const Rows next = rows_from(chunk + (step + 1) * STEP, begin, end);
+      // Rows of one head lie apart, which the processor does not foresee.
       for (int64_t i = 0; i < STEP; i++) {
-        const int64_t position = chunk + step * STEP + i;
-        keys[i] = values[i] = nothing;  // what lies outside is not read: it may be anything
-        if (position < begin || position >= end) continue;
-        const int64_t row = b_.table[position / a_.block_size] * a_.block_size + position % a_.block_size;
-        const int64_t offset = (row * a_.kv_heads + b_.head) * a_.width;
-        keys[i] = source_[0] + offset;
-        values[i] = source_[1] + offset;
+        for (int64_t c = 0; c < columns_; c++) {
+          __builtin_prefetch(next.keys[i] + 32 * c);
+          __builtin_prefetch(next.values[i] + 32 * c);
+        }
       }
-      pack_keys(keys, packed_keys_ + step * STEP * width_);
-      pack_values(values, packed_values_ + step * STEP * width_);
+      pack_keys(rows.keys, packed_keys_ + step * STEP * width_);
+      pack_values(rows.values, packed_values_ + step * STEP * width_);
+      rows = next;
     }
   }
 
@@ -258,8 +284,8 @@ class Block {
 
   // First operands: for every 16 columns a tile [columns][32 keys].
   void pack_values(const uint16_t* const* rows, uint16_t* out) const {
-    const __m512i low = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6, 37, 5,
-                                         36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
+    const __m512i low = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6, 37,
+                                         5, 36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
     const __m512i high = _mm512_add_epi16(low, _mm512_set1_epi16(16));
     for (int64_t c = 0; c < columns_; c++) {
       __m512i m[2][16];
@@ -315,15 +341,17 @@ class Block {
 
   template <class Between>
   void logits(int64_t pair, int64_t step, Between&& between) const {
-    const uint16_t* q = packed_q_ + pair * 2 * columns_ * TILE;
-    multiply<true>(packed_keys_ + step * STEP * width_, columns_ * TILE, TILE, q, columns_ * TILE, TILE, columns_, ring(step), between);
+    const Operand keys{packed_keys_ + step * STEP * width_, columns_ * TILE, TILE};
+    const Operand queries{packed_q_ + pair * PAIR * width_, columns_ * TILE, TILE};
+    multiply<true>(keys, queries, columns_, ring(step), between);
   }
 
-  template <bool CLEAR>
+  template <bool FRESH>
   void add_values(int64_t pair, int64_t from, int64_t to) const {
+    const Operand weights{weights_ + from * 2 * TILE, TILE, 2 * TILE};
     for (int64_t c = 0; c < columns_; c++) {
-      multiply<CLEAR>(packed_values_ + from * STEP * width_ + 2 * c * TILE, TILE, STEP * width_, weights_ + from * 2 * TILE, TILE,
-                      2 * TILE, to - from, sums_ + (pair * width_ + 32 * c) * PAIR, [] {});
+      const Operand values{packed_values_ + from * STEP * width_ + 2 * c * TILE, TILE, STEP * width_};
+      multiply<FRESH>(values, weights, to - from, sums_ + (pair * width_ + 32 * c) * PAIR, [] {});
     }
   }
 
@@ -367,8 +395,8 @@ class Block {
       const __m512i both = _mm512_load_si512(tile + 32 * i);
       const __m512 a = _mm512_mul_ps(_mm512_castsi512_ps(_mm512_slli_epi32(both, 16)), factor);
       const __m512 b = _mm512_mul_ps(_mm512_castsi512_ps(_mm512_and_si512(both, high)), factor);
-      const __m512i words = _mm512_or_si512(_mm512_srli_epi32(_mm512_castps_si512(a), 16), _mm512_and_si512(_mm512_castps_si512(b), high));
-      _mm512_store_si512(tile + 32 * i, words);
+      const __m512i low = _mm512_srli_epi32(_mm512_castps_si512(a), 16);
+      _mm512_store_si512(tile + 32 * i, _mm512_or_si512(low, _mm512_and_si512(_mm512_castps_si512(b), high)));
     }
   }
 
@@ -378,22 +406,23 @@ class Block {
     const float* sums = sums_ + column / 2 * width_ * PAIR + column % 2 * 16;
     for (int64_t d = 0; d < a_.width; d += 16) {
       __m512i m[16];
-      for (int64_t i = 0; i < 16; i++) m[i] = _mm512_castps_si512(_mm512_mul_ps(_mm512_load_ps(sums + (d + i) * PAIR), share));
+      for (int64_t i = 0; i < 16; i++) {
+        m[i] = _mm512_castps_si512(_mm512_mul_ps(_mm512_load_ps(sums + (d + i) * PAIR), share));
+      }
       transpose(m);
       for (int64_t i = 0; i < 16 && 16 * column + i < rows_; i++) {
-        const __m256bh rounded = _mm512_cvtneps_pbh(_mm512_castsi512_ps(m[i]));
-        _mm256_storeu_si256(reinterpret_cast<__m256i*>(out + places_[16 * column + i] + d), reinterpret_cast<__m256i>(rounded));
+        const __m256i rounded = reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(_mm512_castsi512_ps(m[i])));
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(out + places_[16 * column + i] + d), rounded);
       }
     }
   }
 
   const tp_attention& a_;
   const QueryBlock& b_;
-  const uint16_t* q_;
+  const uint16_t *q_, *keys_, *values_;
   const int64_t shared_, columns_, width_;  // columns_: tiles of 32 values; width_: their values
   const int64_t rows_, pairs_;
   const float scale_;  // to powers of two
-  const uint16_t* source_[2];
 
   uint16_t *packed_q_, *packed_keys_, *packed_values_, *weights_;
   float *sums_, *logits_;

@@ -1,8 +1,8 @@
 """The operations of ops.py by the C++ of this folder, in float32 and bfloat16.
 
 Native are `linear` and `moe` of mxfp4, nvfp4, int4, fp8 and bfloat16 weights, what lies between them when tokens are
-decoded, and attention of many tokens where there is a matrix unit. Everything else is torch's, and so are activations in float16 and weights that `native.describe` has no
-kernel for.
+decoded, and attention of many tokens in bfloat16 where the processor has a matrix unit. Everything else is torch's, and
+so are activations in float16 and weights that `native.describe` has no kernel for.
 """
 
 from __future__ import annotations

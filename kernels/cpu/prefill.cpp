@@ -11,7 +11,8 @@
 namespace tp {
 namespace {
 
-using Kernel = void (*)(const tp_attention&, const QueryBlock&, const uint16_t*, const uint16_t*, const uint16_t*, uint16_t*);
+using Kernel = void (*)(const tp_attention& a, const QueryBlock& block, const uint16_t* q, const uint16_t* keys,
+                        const uint16_t* values, uint16_t* out);
 
 Kernel kernel(int32_t dtype) {
 #ifdef __x86_64__

@@ -11,8 +11,8 @@ struct QueryBlock {
   const int64_t* table;
 };
 
-// As attention(), for any number of tokens. False where there is no kernel: the instruction set in use has none for this
-// dtype, or a scale is not positive.
+// As attention(), for any number of tokens. False where there is no kernel: the instruction set in use has none for
+// this dtype, or the scale is not positive.
 bool prefill(const tp_attention& a, const tp_layout& layout, const void* q, const void* keys, const void* values,
              void* out);
 

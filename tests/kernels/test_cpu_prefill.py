@@ -1,4 +1,4 @@
-"""Native attention of many tokens, in bfloat16: every instruction set, widths of heads, threads, and what it must not read."""
+"""Native attention of many tokens: every instruction set, widths of heads, threads, and what must not be read."""
 
 from __future__ import annotations
 
@@ -67,7 +67,9 @@ def build(monkeypatch):
     return built
 
 
-def expected(case: Case, window: int | None, scale: float | None = None, sinks: torch.Tensor | None = None) -> np.ndarray:
+def expected(
+    case: Case, window: int | None, scale: float | None = None, sinks: torch.Tensor | None = None
+) -> np.ndarray:  # fmt: skip
     """float64 [T · heads, D]"""
     out, shared = [], case.heads // case.kv_heads
     scale = case.q.shape[2] ** -0.5 if scale is None else scale
