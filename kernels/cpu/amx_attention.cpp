@@ -1,6 +1,6 @@
-// Attention by AMX tiles. Logits are computed as keys × queries and sums as values × weights, so queries are columns:
-// sixteen of them are the lanes of a register, and a softmax is arithmetic of whole registers. Rows of keys are tiles as
-// they are; values are transposed. Both are packed once for all queries of a block.
+// Attention by AMX tiles. Logits are keys × queries and sums are values × weights, so queries are columns: sixteen of
+// them are the lanes of a register, and a softmax is arithmetic of whole registers. Rows of keys are tiles as they are;
+// values are transposed. Both are packed once for all queries of a block.
 //
 // A step is 32 keys, a pair is 2 · 16 queries. While tiles multiply the queries of a pair by the keys of one step, the
 // vector units make weights of the logits of another. What is written for a moment only stays in the first cache:
