@@ -190,6 +190,11 @@ def _attend(
     scale: float | None, sinks: Tensor | None, out: Tensor,
 ) -> None:  # fmt: skip
     """Attention of one sequence: query i stands at position past + i, key j at position j; out is like q."""
+    if _is_plain(q, past, window, sinks):
+        q, k, v = (t[: len(q)].transpose(0, 1)[None] for t in (q, k, v))
+        heads = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
+        out.copy_(heads[0].transpose(0, 1))
+        return
     shared = q.shape[1] // k.shape[1]
     rows = _QUERIES if sinks is None else min(_QUERIES, _MASK // (k.shape[1] * len(k)))
     step = max(1, rows // shared)
@@ -206,6 +211,13 @@ def _attend(
             mask = _sink_mask(mask, sinks.to(q.dtype), rows, keys)
         heads = F.scaled_dot_product_attention(rows[None], keys[None], values[None], mask, scale=scale)
         out[first:last] = heads[0].unflatten(1, (-1, shared)).transpose(0, 1).flatten(1, 2)
+
+
+def _is_plain(q: Tensor, past: int, window: int | None, sinks: Tensor | None) -> bool:
+    """Whether torch's own causal attention is what is wanted. On CPUs only: what GPUs have no kernel for, torch would
+    compute with a matrix of all queries by all keys."""
+    whole = past == 0 and sinks is None and (window is None or window >= len(q))
+    return whole and len(q) > 1 and q.device.type == "cpu"
 
 
 def _mask(first: int, last: int, low: int, window: int | None, shared: int, device: torch.device) -> Tensor | None:

@@ -8,6 +8,7 @@
 
 #include "isa.h"
 #include "moe.h"
+#include "prefill.h"
 #include "products.h"
 #include "threads.h"
 
@@ -195,6 +196,11 @@ int32_t tp_dense_step(const tp_dense* d, const void* x, int64_t tokens, int32_t 
     dense(*d, x, tokens, dtype, out);
     return TP_OK;
   });
+}
+
+int32_t tp_prefill(const tp_attention* a, const tp_layout* layout, const void* q, const void* keys, const void* values,
+                   void* out) {
+  return guarded([&] { return prefill(*a, *layout, q, keys, values, out) ? TP_OK : TP_UNKNOWN; });
 }
 
 int32_t tp_routed(const tp_experts* experts, const void* x, int64_t tokens, int32_t dtype, void* out) {

@@ -48,6 +48,9 @@ int32_t tp_place_heads(const tp_heads* heads, int64_t tokens, const void* q, con
 // See Ops.attention: of few new tokens.
 int32_t tp_attend(const tp_attention* attention, const tp_layout* layout, const void* q, const void* keys,
                   const void* values, void* out);
+// The same of any number of tokens; TP_UNKNOWN where there is no kernel, see prefill().
+int32_t tp_prefill(const tp_attention* attention, const tp_layout* layout, const void* q, const void* keys,
+                   const void* values, void* out);
 
 // See Ops.latent_attention: of few new tokens. picks: of each sequence [new tokens, top], or null; or null for all.
 int32_t tp_attend_latents(const tp_latents* latents, const tp_layout* layout, const void* q, const void* entries,

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "isa.h"
+#include "prefill.h"
 #include "products.h"
 #include "threads.h"
 
@@ -151,10 +152,16 @@ class Attention {
   int64_t multiplications_ = 0, parts_ = 1;
 };
 
+// A matrix unit is faster from two tokens of a sequence on, if there are heads enough for all threads.
+bool many(const tp_attention& a, const tp_layout& layout) {
+  return layout.starts[layout.sequences] >= 2 * layout.sequences && layout.sequences * a.kv_heads >= threads();
+}
+
 }  // namespace
 
 void attention(const tp_attention& a, const tp_layout& layout, const void* q, const void* keys, const void* values,
                void* out, Picks picks) {
+  if (!picks.of && many(a, layout) && prefill(a, layout, q, keys, values, out)) return;
   Attention(a, layout, q, keys, values, out, picks).run();
 }
 

@@ -1,8 +1,8 @@
 """The operations of ops.py by the C++ of this folder, in float32 and bfloat16.
 
-Native are `linear` and `moe` of mxfp4, nvfp4, int4, fp8 and bfloat16 weights, and what lies between them when tokens
-are decoded. Everything else is torch's, and so are activations in float16 and weights that `native.describe` has no
-kernel for.
+Native are `linear` and `moe` of mxfp4, nvfp4, int4, fp8 and bfloat16 weights, what lies between them when tokens are
+decoded, and attention of many tokens in bfloat16 where the processor has a matrix unit. Everything else is torch's, and
+so are activations in float16 and weights that `native.describe` has no kernel for.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ _library = native.library()
 _linear, _linears, _moe = _library.tp_linear, _library.tp_linears, _library.tp_moe
 _dense, _routed = _library.tp_dense_step, _library.tp_routed
 _rms_norm, _route, _place_heads = _library.tp_rms_norm, _library.tp_route, _library.tp_place_heads
-_attend, _attend_latents, _layer_step = _library.tp_attend, _library.tp_attend_latents, _library.tp_layer_step
+_attend, _attend_latents, _prefill = _library.tp_attend, _library.tp_attend_latents, _library.tp_prefill
+_layer_step = _library.tp_layer_step
 
 _DTYPES = native.DTYPES
 
@@ -202,13 +203,16 @@ def attention(
     scale: float | None, sinks: Tensor | None,
 ) -> Tensor:  # fmt: skip
     place, heads, dtype = _layout(layout), q.shape[1], _DTYPES.get(q.dtype)
-    if place is None or not _attends(q.dtype, keys) or not (keys.is_contiguous() and values.is_contiguous()):
+    if not _attends(q.dtype, keys) or not (keys.is_contiguous() and values.is_contiguous()):
         return torch_backend.attention(q, keys, values, layout, window, scale, sinks)
     described = _describe_attention(heads, keys, window, scale, sinks, dtype)
     q, out = q.contiguous(), torch.empty_like(q, memory_format=torch.contiguous_format)
-    _check(_attend(
+    status = (_attend if place.most <= FEW else _prefill)(
         ctypes.addressof(described), place.address, q.data_ptr(), keys.data_ptr(), values.data_ptr(), out.data_ptr()
-    ))  # fmt: skip
+    )
+    if status == 3:  # there is no kernel
+        return torch_backend.attention(q, keys, values, layout, window, scale, sinks)
+    _check(status)
     return out
 
 
@@ -235,7 +239,7 @@ def latent_attention(
     place, (heads, made, rank) = _layout(layout), up.shape
     shared, tops = entries.shape[-1] - rank, {p.shape[1] for p in picks or () if p is not None}
     same = q.dtype == up.dtype and entries.is_contiguous() and rank % 16 == 0 and len(tops) <= 1
-    if place is None or not same or not _attends(q.dtype, entries):
+    if place.most > FEW or not same or not _attends(q.dtype, entries):
         return torch_backend.latent_attention(q, entries, up, layout, scale, picks)
     nope = q.shape[2] - shared
     described = native.Latents(heads, nope, made - nope, rank, shared, entries.shape[1], scale, _DTYPES[q.dtype])
@@ -249,21 +253,19 @@ def latent_attention(
     return out
 
 
-_layouts: weakref.WeakKeyDictionary[Layout, native.Layout | None] = weakref.WeakKeyDictionary()
+_layouts: weakref.WeakKeyDictionary[Layout, native.Layout] = weakref.WeakKeyDictionary()
 
 
-def _layout(layout: Layout) -> native.Layout | None:
+def _layout(layout: Layout) -> native.Layout:
     """Described once."""
     if layout not in _layouts:
         _layouts[layout] = _describe_layout(layout)
     return _layouts[layout]
 
 
-def _describe_layout(layout: Layout) -> native.Layout | None:
-    """None where a sequence has so many new tokens that a product of matrices is faster."""
+def _describe_layout(layout: Layout) -> native.Layout:
+    """`most`: new tokens of the sequence that has most."""
     starts, lengths = list(layout.starts), list(layout.lengths)
-    if max(stop - start for start, stop in zip(starts, starts[1:])) > FEW:
-        return None
     tables = [table.contiguous() for table in layout.tables]
     addresses = [table.data_ptr() for table in tables]
     arrays = [
@@ -272,6 +274,7 @@ def _describe_layout(layout: Layout) -> native.Layout | None:
     ]  # fmt: skip
     found = native.Layout(len(lengths), *map(ctypes.addressof, arrays))
     found.keep, found.address = (arrays, tables), ctypes.addressof(found)
+    found.most = max(stop - start for start, stop in zip(starts, starts[1:]))
     return found
 
 
@@ -363,7 +366,7 @@ def layer(
     x: Tensor, layer: Layer, pools: Sequence[Tensor], layout: Layout, rotation: tuple[Tensor, Tensor] | None
 ) -> Tensor | None:
     where = _layout(layout)
-    if where is None or not all(pool.is_contiguous() for pool in pools):
+    if where.most > FEW or not all(pool.is_contiguous() for pool in pools):
         return None
     pool, turned = pools[0], 2 * rotation[0].shape[1] if rotation else 0
     made_for = x.dtype, pool.dtype, pool.shape[1:], turned

@@ -40,6 +40,7 @@ _FUNCTIONS = {
     "tp_attend": (_I32, (_P, _P, _P, _P, _P, _P)),
     "tp_attend_latents": (_I32, (_P, _P, _P, _P, _P, _P, _I64, _P)),
     "tp_dense_step": (_I32, (_P, _P, _I64, _I32, _P)),
+    "tp_prefill": (_I32, (_P, _P, _P, _P, _P, _P)),
     "tp_routed": (_I32, (_P, _P, _I64, _I32, _P)),
     "tp_layer_step": (_I32, (_P, _P, _P, _I64, _P, _P, _P, _P, _P)),
     "tp_read": (ctypes.c_uint64, (_P, _I64)),

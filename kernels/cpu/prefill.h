@@ -1,0 +1,25 @@
+// Attention of many new tokens over a paged cache, as products of matrices.
+#pragma once
+#include "attention.h"
+
+namespace tp {
+
+// Following tokens of a sequence, and one head of keys: the queries that are worked on together.
+struct QueryBlock {
+  int64_t token, position, count;  // the first one's place in the batch and in its sequence, and how many there are
+  int64_t head;
+  const int64_t* table;
+};
+
+// As attention(), for any number of tokens. False where there is no kernel: the instruction set in use has none for
+// this dtype, or the scale is not positive.
+bool prefill(const tp_attention& a, const tp_layout& layout, const void* q, const void* keys, const void* values,
+             void* out);
+
+#ifdef __x86_64__
+// One block by AMX tiles, in bfloat16: by the calling thread, in its scratch memory.
+void attend_by_amx(const tp_attention& a, const QueryBlock& block, const uint16_t* q, const uint16_t* keys,
+                   const uint16_t* values, uint16_t* out);
+#endif
+
+}  // namespace tp
