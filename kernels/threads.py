@@ -10,6 +10,9 @@ import torch
 
 from tutel_pack.kernels.cpu import native
 
+MOST = 1024
+"""Threads that are a count, and no mistake."""
+
 
 def set_threads(n: int) -> None:
     """Work on n threads from now on, in the whole process, torch's own operations included."""

@@ -190,7 +190,7 @@ def _attend(
     scale: float | None, sinks: Tensor | None, out: Tensor,
 ) -> None:  # fmt: skip
     """Attention of one sequence: query i stands at position past + i, key j at position j; out is like q."""
-    if _is_plain(q, past, window, sinks):
+    if _is_plain(q, past, window, sinks) and (scale is None or scale > 0):
         q, k, v = (t[: len(q)].transpose(0, 1)[None] for t in (q, k, v))
         heads = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
         out.copy_(heads[0].transpose(0, 1))

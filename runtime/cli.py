@@ -231,6 +231,7 @@ def _load(artifact: str | None, quiet: bool, options: dict) -> tuple:
     import torch
 
     from tutel_pack import load_packed
+    from tutel_pack.kernels.ops import missing
     from tutel_pack.runtime.defaults import sampling_params
     from tutel_pack.spec import GENERAL
 
@@ -240,6 +241,9 @@ def _load(artifact: str | None, quiet: bool, options: dict) -> tuple:
     model = load_packed(folder, dtype=dtype and getattr(torch, dtype), **options)
     if model.path == GENERAL and not quiet:
         click.echo("Note: this architecture runs through its transformers module, which is slower.", err=True)
+    slow = missing("cpu", torch.device("cpu")) if options["backend"] == "auto" and model.device.type == "cpu" else ""
+    if slow and not quiet:
+        click.echo(f"Note: torch's slower operations are used, for native kernels cannot be had: {slow}.", err=True)
     if options["act"] and not quiet:
         click.echo(f"Note: activations of experts are quantized to {options['act']}.", err=True)
     return model, sampling

@@ -39,7 +39,7 @@ def _kernels() -> list[str]:
     """Backends, the one that is taken first."""
     gpus = [] if missing("triton", torch.device("cuda")) else ["triton (for GPUs)"]
     if reason := missing("cpu", torch.device("cpu")):
-        return [*gpus, f"torch (no native ones for this processor: {reason})"]
+        return [*gpus, f"torch (no native ones: {reason})"]
     others = [name for name in native.available() if name != native.selected()]
     return [f"cpu ({native.selected()}; there are {', '.join(others)} too; {native.threads()} threads)", *gpus, "torch"]
 

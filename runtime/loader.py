@@ -15,7 +15,7 @@ from torch import Tensor
 from tutel_pack.artifact import Artifact
 from tutel_pack.errors import InputError, ResourceError
 from tutel_pack.kernels.ops import ACTS, Weight
-from tutel_pack.kernels.threads import set_threads
+from tutel_pack.kernels.threads import MOST, set_threads
 from tutel_pack.runtime.batch import Batch
 from tutel_pack.runtime.decoder import Decoder
 from tutel_pack.runtime.general import GeneralDecoder
@@ -83,8 +83,8 @@ def _check_act(artifact: Artifact, act: str | None) -> None:
 
 
 def _set_threads(threads: int) -> None:
-    if not isinstance(threads, int) or threads < 1:
-        raise InputError(f"threads must be a whole number, 1 or more, not {threads!r}.")
+    if not isinstance(threads, int) or not 1 <= threads <= MOST:
+        raise InputError(f"threads must be a whole number from 1 to {MOST}, not {threads!r}.")
     set_threads(threads)
 
 

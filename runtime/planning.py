@@ -25,6 +25,8 @@ def estimates(
     if isinstance(model, Path):
         spec, entries = _of_artifact(model)
     else:
+        if fmt == "source":
+            raise InputError("The format of a known model must be named: fp8, mxfp4, nvfp4 or bf16.")
         spec = known_model(model)
         entries = entries_of(spec, fmt)
     context = context or min(POSITIONS, spec.context)

@@ -3,6 +3,7 @@
 // the others. Vectors of x are the columns of the second operand, whose rows are pairs of columns of the weight.
 #include "avx512.h"
 #include "products.h"
+#include "transpose.h"
 
 namespace tp {
 namespace {
@@ -29,13 +30,19 @@ struct alignas(64) TileConfig {
   void load() const { asm volatile("ldtilecfg %0" ::"m"(*this) : "memory"); }
 };
 
-// How formats get their scales onto their elements: T::Item and T::read are of a row of scales, T::decode makes words of
-// raw bytes, and T::column(word) says which column of a group a word belongs to.
+// How formats get their scales onto their elements: T::Item and T::read are of a row of scales (false if one is NaN that
+// T::decode would not make NaN of), T::decode makes words of raw bytes, and T::column(word) says which column of a group
+// a word belongs to.
 
 // Products of element and scale in float32, rounded to bfloat16.
 template <class FORMAT>
 struct Rounded : FORMAT {
   using F = FORMAT;
+
+  static bool read(const Matrix& w, int64_t grid_row, typename F::Item* out) {
+    F::read(w, grid_row, out);
+    return true;
+  }
 
   static void decode(typename F::Raw raw, const typename F::Item* scales, __m512i (&out)[F::vectors]) {
     const auto e = F::decode(raw);
@@ -56,11 +63,12 @@ struct Looked : Fp8<64> {
 
   static constexpr int column(int i) { return i % 32 / 8 * 16 + i / 32 * 8 + i % 8; }
 
-  static void read(const Matrix& w, int64_t grid_row, Item* out) {
+  static bool read(const Matrix& w, int64_t grid_row, Item* out) {
     const int64_t n = groups<F>(*w.w);
     float* scales = static_cast<float*>(scratch(SLOT_PLAIN, (n + SLACK) * sizeof(float)));
     F::read(w, grid_row, scales);
     for (int64_t i = 0; i < n; i++) out[i] = i && scales[i] == scales[i - 1] ? out[i - 1] : table(scales[i]);
+    return true;
   }
 
   static Item table(float scale) {
@@ -89,6 +97,7 @@ struct Looked : Fp8<64> {
 struct Unscaled : Bf16 {
   using F = Bf16;
   static constexpr int column(int i) { return i; }
+  static bool read(const Matrix&, int64_t, Item*) { return true; }
   static void decode(__m512i raw, const Item*, __m512i (&out)[1]) { out[0] = raw; }
 };
 
@@ -112,22 +121,25 @@ inline __m512i spread(__m128i items, int per) {
 }
 
 // mxfp4: powers of two go into the exponents. The table holds elements times 2^125, from which a saturating subtraction
-// takes the rest: it leaves zeros alone. Scales below 2^−125 count as that; NaN, and what bfloat16 cannot hold, as 2^125.
+// takes the rest: it leaves zeros alone. Scales below 2^−125 count as that, and what bfloat16 cannot hold as 2^125.
 struct Exponents : Nibbles<E2m1Table, 32>, FourCodes {
   using F = Nibbles<E2m1Table, 32>;
   using FourCodes::column;
   using FourCodes::load;
   using FourCodes::load_part;
 
-  static void read(const Matrix& w, int64_t grid_row, Item* out) {
+  static bool read(const Matrix& w, int64_t grid_row, Item* out) {
     const int64_t n = w.w->grid_columns;
     const uint8_t* codes = w.scale + grid_row * n;
+    __mmask32 nan = 0;
     for (int64_t i = 0; i < n; i += 32) {
       const __mmask32 left = static_cast<__mmask32>(first_bytes(n - i < 32 ? n - i : 32));
       __m256i code = _mm256_maskz_loadu_epi8(left, codes + i);
+      nan |= _mm256_cmpeq_epi8_mask(code, _mm256_set1_epi8(-1));
       code = _mm256_min_epu8(_mm256_max_epu8(code, _mm256_set1_epi8(2)), _mm256_set1_epi8(static_cast<char>(252)));
       _mm512_storeu_si512(out + i, _mm512_slli_epi16(_mm512_sub_epi16(_mm512_set1_epi16(252), _mm512_cvtepu8_epi16(code)), 7));
     }
+    return !nan;
   }
 
   static void decode(__m512i raw, const Item* scales, __m512i (&out)[4]) {
@@ -141,7 +153,7 @@ struct Exponents : Nibbles<E2m1Table, 32>, FourCodes {
 
 // nvfp4: an element is a power of two, or 1.5 times one. A row has the bits of its scales and those of 1.5 times its
 // scales; an element adds to the exponent of one of the two. As above, exponents are 200 too large at first and what is
-// too much is subtracted. Bit 0 marks the elements with 1.5. Scales have no sign and are no NaN, as the format says.
+// too much is subtracted. Bit 0 marks the elements with 1.5. Scales have no sign, as the format says.
 struct Significands : Nibbles<E2m1Table, 16>, FourCodes {
   using F = Nibbles<E2m1Table, 16>;
   using FourCodes::column;
@@ -160,12 +172,15 @@ struct Significands : Nibbles<E2m1Table, 16>, FourCodes {
   }
 
   // For every group 8 items of `less`, then 8 of `less_more`.
-  static void read(const Matrix& w, int64_t grid_row, Item* out) {
+  static bool read(const Matrix& w, int64_t grid_row, Item* out) {
     static constexpr WordTable LESS(less), LESS_MORE(less_more);
     const int64_t n = w.w->grid_columns;
     const uint8_t* codes = w.scale + grid_row * n;
+    __mmask64 nan = 0;
     for (int64_t i = 0; i < n; i += 64, out += 128) {
       const __m512i code = _mm512_maskz_loadu_epi8(first_bytes(n - i < 64 ? n - i : 64), codes + i);
+      const __m512i size = _mm512_and_si512(code, _mm512_set1_epi8(0x7f));
+      nan |= _mm512_cmpeq_epi8_mask(size, _mm512_set1_epi8(0x7f));
       __m512i a[2], b[2];
       look_up(LESS, code, _mm512_setzero_si512(), a);
       look_up(LESS_MORE, code, _mm512_setzero_si512(), b);
@@ -178,6 +193,7 @@ struct Significands : Nibbles<E2m1Table, 16>, FourCodes {
       _mm512_storeu_si512(out + 64, _mm512_permutex2var_epi64(high0, even_lanes, high1));
       _mm512_storeu_si512(out + 96, _mm512_permutex2var_epi64(high0, odd_lanes, high1));
     }
+    return !nan;
   }
 
   static void decode(__m512i raw, const Item* scales, __m512i (&out)[4]) {
@@ -245,7 +261,8 @@ struct Band {
     for (int64_t r = 0; r < count; r++) {
       if (row + r >= place.end) {
         place = w.place(row + r);
-        T::read(w, place.grid_row, scales + ++read % (BAND + 1) * scale_items);
+        const bool numbers = T::read(w, place.grid_row, scales + ++read % (BAND + 1) * scale_items);
+        if (!numbers) place.global = __builtin_nanf("");
       }
       row_scales[r] = scales + read % (BAND + 1) * scale_items;
       factor[r] = place.global;
@@ -289,45 +306,17 @@ void multiply(const uint16_t* tiles, int64_t steps, const uint16_t* x0, int64_t 
   }
 }
 
-// 16 × 16 float32, rows become columns.
-inline void transpose(__m512 (&m)[16]) {
-  __m512 t[16];
-  for (int i = 0; i < 16; i += 2) {
-    t[i] = _mm512_unpacklo_ps(m[i], m[i + 1]);
-    t[i + 1] = _mm512_unpackhi_ps(m[i], m[i + 1]);
-  }
-  for (int i = 0; i < 16; i += 4) {
-    for (int j = 0; j < 2; j++) {
-      const __m512d a = _mm512_castps_pd(t[i + j]), b = _mm512_castps_pd(t[i + j + 2]);
-      m[i + 2 * j] = _mm512_castpd_ps(_mm512_unpacklo_pd(a, b));
-      m[i + 2 * j + 1] = _mm512_castpd_ps(_mm512_unpackhi_pd(a, b));
-    }
-  }
-  for (int i = 0; i < 4; i++) {
-    t[i] = _mm512_shuffle_f32x4(m[i], m[i + 4], 0x88);
-    t[i + 4] = _mm512_shuffle_f32x4(m[i], m[i + 4], 0xdd);
-    t[i + 8] = _mm512_shuffle_f32x4(m[i + 8], m[i + 12], 0x88);
-    t[i + 12] = _mm512_shuffle_f32x4(m[i + 8], m[i + 12], 0xdd);
-  }
-  for (int i = 0; i < 4; i++) {
-    m[i] = _mm512_shuffle_f32x4(t[i], t[i + 8], 0x88);
-    m[i + 8] = _mm512_shuffle_f32x4(t[i], t[i + 8], 0xdd);
-    m[i + 4] = _mm512_shuffle_f32x4(t[i + 4], t[i + 12], 0x88);
-    m[i + 12] = _mm512_shuffle_f32x4(t[i + 4], t[i + 12], 0xdd);
-  }
-}
-
 inline __mmask16 lanes(int64_t n) { return static_cast<__mmask16>(n >= 16 ? 0xffff : (1u << n) - 1); }
 
 // The sums of 16 rows and up to 16 vectors, [row][vector], to out[vector · stride + row].
 void store_sums(const float* sums, int64_t rows, int64_t vectors, const float* factor, float* out, int64_t stride) {
   const __m512 factors = _mm512_loadu_ps(factor);
-  __m512 m[16];
-  for (int i = 0; i < 16; i++) m[i] = _mm512_maskz_loadu_ps(lanes(vectors), sums + 16 * i);
+  __m512i m[16];
+  for (int i = 0; i < 16; i++) m[i] = _mm512_maskz_loadu_epi32(lanes(vectors), sums + 16 * i);
   transpose(m);
 #pragma GCC unroll 16
   for (int v = 0; v < 16; v++) {
-    if (v < vectors) _mm512_mask_storeu_ps(out + v * stride, lanes(rows), _mm512_mul_ps(m[v], factors));
+    if (v < vectors) _mm512_mask_storeu_ps(out + v * stride, lanes(rows), _mm512_mul_ps(_mm512_castsi512_ps(m[v]), factors));
   }
 }
 
@@ -434,15 +423,15 @@ void pack_tiles(const tp_weight& w, const void* const* xs, int count, int32_t fr
         permute(plain, ORDER<T>.column, words[i]);
       }
       for (int v = 0; v < T::vectors; v++, pairs += 16 * count) {
-        __m512 m[16];
-        for (int i = 0; i < 16; i++) m[i] = i < count ? _mm512_castsi512_ps(words[i][v]) : _mm512_setzero_ps();
+        __m512i m[16];
+        for (int i = 0; i < 16; i++) m[i] = i < count ? words[i][v] : _mm512_setzero_si512();
         if (count == 1) {
-          _mm512_storeu_ps(pairs, m[0]);
+          _mm512_storeu_si512(pairs, m[0]);
           continue;
         }
         transpose(m);
 #pragma GCC unroll 16
-        for (int pair = 0; pair < 16; pair++) _mm512_mask_storeu_ps(pairs + pair * count, lanes(count), m[pair]);
+        for (int pair = 0; pair < 16; pair++) _mm512_mask_storeu_epi32(pairs + pair * count, lanes(count), m[pair]);
       }
     }
   });

@@ -7,6 +7,7 @@
 // writing to the second one takes longer than all products, so sums are brought there once for many keys.
 #include <immintrin.h>
 
+#include "isa.h"
 #include "prefill.h"
 #include "threads.h"
 #include "transpose.h"
@@ -223,14 +224,14 @@ class Block {
     }
   }
 
-  // A sink is a logit that comes before all others, without a value.
+  // A sink is a logit that comes before all others, without a value. The largest logit so far is kept as a whole number.
   void start_softmax(int64_t column) {
     alignas(64) float top[16], sum[16];
     for (int64_t i = 0; i < 16; i++) {
       const int64_t head = places_[16 * column + i] / a_.width % a_.heads;
       const float sink = a_.sinks ? a_.sinks[head] * LOG2_E : NEVER;
-      top[i] = sink > NEVER ? sink : NEVER;
-      sum[i] = sink > NEVER ? 1 : 0;
+      top[i] = sink > NEVER ? __builtin_ceilf(sink) : NEVER;
+      sum[i] = sink > NEVER ? __builtin_exp2f(sink - top[i]) : 0;
     }
     softmax_[column / 2].top[column % 2] = _mm512_load_ps(top);
     softmax_[column / 2].sum[column % 2] = _mm512_load_ps(sum);
@@ -242,7 +243,7 @@ class Block {
   };
 
   Rows rows_from(int64_t position, int64_t begin, int64_t end) const {
-    alignas(64) static const uint16_t nothing[512] = {};
+    alignas(64) static const uint16_t nothing[ATTEND_WIDTH] = {};
     Rows rows;
     for (int64_t i = 0; i < STEP; i++, position++) {
       rows.keys[i] = rows.values[i] = nothing;

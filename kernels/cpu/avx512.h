@@ -180,11 +180,11 @@ struct Nibbles : Group<4> {
 };
 
 // Each eight columns of x as whole numbers times a power of two. The largest has 22 or 23 bits: bfloat16 up to 2^14 times
-// smaller lose nothing, and what others lose is no more than float32's sums do.
+// smaller lose nothing. What others lose is no more than float32's sums do, in a vector without outliers; see Spread.
 struct FixedPoint {
   int8_t digit[3][2][64];  // to base 256, −128 … 127; [most significant first][even and odd columns]
   int32_t start[16];       // the sum of eight times −OFFSET
-  float scale[16];         // for twice the elements
+  float scale[16];         // for twice the elements; negative in the first group of a vector that is not to be taken so
 };
 
 // A single vector: processors multiply bytes 64 at a time, of which one factor has no sign, and add up four products.
@@ -370,12 +370,35 @@ V of_eight(V v, Operation&& operation) {
   return operation(v, reinterpret_cast<V>(_mm512_shuffle_i64x2(reinterpret_cast<__m512i>(v), reinterpret_cast<__m512i>(v), 0xb1)));
 }
 
+// Exponents of the largest of each eight columns. An outlier takes bits from its neighbours, which matters where it meets
+// a weight of zero: the largest may be 2^8 times as large as the geometric mean. Vectors of nothing but very small values,
+// and of what is no number, are left to float32, too.
+class Spread {
+ public:
+  void add(__m512i exponent, __mmask16 lanes) {
+    largest_ = _mm512_max_epi32(largest_, exponent);
+    sum_ = _mm512_mask_add_epi32(sum_, lanes, sum_, exponent);
+    count_ += __builtin_popcount(lanes);
+  }
+
+  bool is_narrow() const {
+    constexpr int LEAST = 60, MOST = 254, APART = 8;
+    const int64_t largest = _mm512_reduce_max_epi32(largest_), sum = _mm512_reduce_add_epi32(sum_);
+    return !count_ || (largest >= LEAST && largest <= MOST && largest * count_ <= sum + APART * count_);
+  }
+
+ private:
+  __m512i largest_ = _mm512_setzero_si512(), sum_ = _mm512_setzero_si512();
+  int64_t count_ = 0;
+};
+
 // Columns 16 · i … 16 · i + 15 of a group: their digits in the order of columns, [digit][column].
-inline void to_digits(__m512 x, int i, uint8_t (&digits)[3][128], FixedPoint& out) {
+inline void to_digits(__m512 x, int i, uint8_t (&digits)[3][128], FixedPoint& out, Spread& spread) {
   const __m512i size = _mm512_and_si512(_mm512_castps_si512(x), _mm512_set1_epi32(0x7fffffff));
   const __m512i largest = of_eight(size, [](__m512i a, __m512i b) { return _mm512_max_epu32(a, b); });
   // Rounded up where the highest digit could become 128; what is smaller than 2^−100 counts as that.
   __m512i exponent = _mm512_srli_epi32(_mm512_add_epi32(largest, _mm512_set1_epi32(0x20000)), 23);
+  spread.add(exponent, _mm512_test_epi32_mask(largest, largest));
   exponent = _mm512_max_epi32(exponent, _mm512_set1_epi32(27));
   const __m512i unit = _mm512_slli_epi32(_mm512_sub_epi32(exponent, _mm512_set1_epi32(22)), 23);
   const __m512i inverse = _mm512_slli_epi32(_mm512_sub_epi32(_mm512_set1_epi32(276), exponent), 23);
@@ -387,16 +410,14 @@ inline void to_digits(__m512 x, int i, uint8_t (&digits)[3][128], FixedPoint& ou
   }
   const __m512i sum = of_eight(whole, [](__m512i a, __m512i b) { return _mm512_add_epi32(a, b); });
   const __m512i start = _mm512_mullo_epi32(sum, _mm512_set1_epi32(-OFFSET));
-  const __mmask16 infinite = _mm512_cmpge_epu32_mask(largest, _mm512_set1_epi32(0x7f800000));
-  __m512 scale = _mm512_mul_ps(_mm512_castsi512_ps(unit), _mm512_set1_ps(0.5f));
-  scale = _mm512_mask_mov_ps(scale, infinite, _mm512_set1_ps(__builtin_nanf("")));
+  const __m512 scale = _mm512_mul_ps(_mm512_castsi512_ps(unit), _mm512_set1_ps(0.5f));
   _mm512_mask_compressstoreu_epi32(out.start + 2 * i, 0x0101, start);
   _mm512_mask_compressstoreu_ps(out.scale + 2 * i, 0x0101, scale);
 }
 
-inline void pack_digits(const void* x, int32_t from, int64_t start, int64_t k, FixedPoint& out) {
+inline void pack_group(const void* x, int32_t from, int64_t start, int64_t k, FixedPoint& out, Spread& spread) {
   alignas(64) uint8_t digits[3][128];
-  for (int i = 0; i < 8; i++) to_digits(load_floats(x, from, start + 16 * i, k), i, digits, out);
+  for (int i = 0; i < 8; i++) to_digits(load_floats(x, from, start + 16 * i, k), i, digits, out, spread);
   for (int d = 0; d < 3; d++) {
     const __m512i low = _mm512_load_si512(digits[d]), high = _mm512_load_si512(digits[d] + 64);
     for (int odd = 0; odd < 2; odd++) {
@@ -407,16 +428,21 @@ inline void pack_digits(const void* x, int32_t from, int64_t start, int64_t k, F
   }
 }
 
+inline void pack_digits(const void* x, int32_t from, int64_t k, FixedPoint* out) {
+  Spread spread;
+  for (int64_t start = 0; start < k; start += 128) pack_group(x, from, start, k, out[start / 128], spread);
+  if (!spread.is_narrow()) out->scale[0] = -1;
+}
+
 void pack(const tp_weight& w, const void* x, int32_t from, void* out) {
   with_format(w, [&](auto f) {
     using F = decltype(f);
     float* packed = static_cast<float*>(out);
-    FixedPoint* fixed = reinterpret_cast<FixedPoint*>(static_cast<char*>(out) + float_bytes<F>(w));
     for (int64_t start = 0; start < w.k; start += F::group) {
       if (from == TP_BFLOAT16) pack_words<F>(static_cast<const uint16_t*>(x), start, w.k, packed + start);
       else pack_floats<F>(static_cast<const float*>(x), start, w.k, packed + start);
-      if (Single<F>::digits) pack_digits(x, from, start, w.k, *fixed++);
     }
+    if (Single<F>::digits) pack_digits(x, from, w.k, reinterpret_cast<FixedPoint*>(static_cast<char*>(out) + float_bytes<F>(w)));
   });
 }
 
@@ -424,9 +450,11 @@ void dots_of_any(const Matrix& w, int64_t first, int64_t last, const void* const
                  int64_t stride) {
   with_format(*w.w, [&](auto f) {
     using F = decltype(f);
-    if (!Single<F>::digits || vectors > 1) return dots_of<F>(w, first, last, xs, vectors, out, stride);
     const void* digits = static_cast<const char*>(*xs) + float_bytes<F>(*w.w);
-    dots<typename Single<F>::type, 1>(w, first, last, &digits, out, stride);
+    if (Single<F>::digits && vectors == 1 && static_cast<const FixedPoint*>(digits)->scale[0] >= 0) {
+      return dots<typename Single<F>::type, 1>(w, first, last, &digits, out, stride);
+    }
+    dots_of<F>(w, first, last, xs, vectors, out, stride);
   });
 }
 

@@ -56,16 +56,18 @@ def library() -> ctypes.CDLL:
     """The library, with the instruction set of the environment. Unavailable if it is not there or does not fit,
     InputError if the environment asks for an instruction set that this processor lacks."""
     if not LIBRARY.exists():
-        raise Unavailable("it was not built: install a C++17 compiler and then tutel-pack again")
+        named = f"TUTEL_PACK_CPU_LIBRARY names {LIBRARY}, which is not there"
+        built = "the library was not built: install a C++17 compiler and then tutel-pack again"
+        raise Unavailable(named if "TUTEL_PACK_CPU_LIBRARY" in os.environ else built)
     try:
-        found = ctypes.CDLL(str(LIBRARY))
+        found = ctypes.CDLL(str(LIBRARY.resolve()))
+        if found.tp_interface() != _INTERFACE:
+            raise Unavailable("the library was built from another version: install tutel-pack again")
         for name, (result, arguments) in _FUNCTIONS.items():
             function = getattr(found, name)
             function.restype, function.argtypes = result, arguments
     except (OSError, AttributeError) as e:
-        raise Unavailable(f"it cannot be loaded ({e}): install tutel-pack again") from e
-    if found.tp_interface() != _INTERFACE:
-        raise Unavailable("it was built from another version: install tutel-pack again")
+        raise Unavailable(f"the library cannot be loaded ({e}): install tutel-pack again") from e
     if wanted := os.environ.get("TUTEL_PACK_ISA"):
         _select(found, wanted)
     return found
@@ -83,7 +85,7 @@ def missing() -> str:
 def _select(found: ctypes.CDLL, name: str | None) -> None:
     if found.tp_select(None if name is None else name.encode()):
         have = found.tp_available().decode().replace(",", ", ")
-        raise InputError(f"This processor has no instruction set {name!r}: choose one of {have}.")
+        raise InputError(f"This processor has no instruction set {name!r} (TUTEL_PACK_ISA): choose one of {have}.")
 
 
 def select(name: str | None) -> None:
@@ -131,6 +133,7 @@ class Weight(ctypes.Structure):
 
 
 _FORMATS = {"mxfp4": 0, "nvfp4": 0, "int4": 1, "fp8": 2, "bf16": 3}
+_WIDTHS = {"mxfp4": 32, "nvfp4": 16, "int4": 32}
 _E8M0 = torch.uint8
 _SCALES = {None: 0, torch.float32: 1, _E8M0: 2, torch.float8_e4m3fn: 3, torch.bfloat16: 4}
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
@@ -139,7 +142,7 @@ DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 
 def describe(w: Tensor | PackedTensor) -> Weight | None:
     """A weight as the library takes it; None if that has no kernel for it: a plain one that is not bfloat16, blocks of
-    fp8 whose width is no multiple of 32, or memory that is not laid out row after row."""
+    another width (fp8: no multiple of 32), or memory that is not laid out row after row."""
     if isinstance(w, PackedTensor):
         fmt, data, scale, factors, segments = w.format, w.data, w.scale, w.global_scale, w.segments
         name, block = fmt.name, fmt.block
@@ -151,6 +154,8 @@ def describe(w: Tensor | PackedTensor) -> Weight | None:
     if name not in _FORMATS or any(p.device.type != "cpu" or not p.is_contiguous() for p in parts):
         return None
     if name == "fp8" and block[1] < k and block[1] % 32:
+        return None
+    if name in _WIDTHS and block != (1, _WIDTHS[name]):
         return None
     experts = w.shape[0] if len(w.shape) == 3 else 1
     rows = (_I64 * len(segments))(*segments)

@@ -1,5 +1,6 @@
 #include "threads.h"
 
+#include <pthread.h>
 #include <sched.h>
 #include <unistd.h>
 
@@ -43,8 +44,8 @@ int cgroup_limit() {
 
 int default_threads() {
   if (const char* wanted = std::getenv("OMP_NUM_THREADS")) {
-    const int n = std::atoi(wanted);
-    if (n > 0) return n;
+    const long n = std::strtol(wanted, nullptr, 10);
+    if (n > 0) return static_cast<int>(std::min(n, 1024l));
   }
   cpu_set_t set;
   int n = sched_getaffinity(0, sizeof set, &set) == 0 ? CPU_COUNT(&set) : 1;
@@ -159,6 +160,9 @@ class Team {
 std::mutex turn;
 Team* team = nullptr;  // never destroyed at exit: other threads may still be in a job
 int wanted_threads = 0;
+
+// A child must not find the turn taken by a thread that it does not have.
+[[maybe_unused]] const int at_fork = pthread_atfork([] { turn.lock(); }, [] { turn.unlock(); }, [] { turn.unlock(); });
 
 Team& current_team() {
   if (!wanted_threads) wanted_threads = default_threads();

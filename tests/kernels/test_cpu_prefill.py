@@ -120,6 +120,16 @@ def test_sinks_and_scale(window, build, instruction_set, threads):
     assert error(attention(case, sinks=sinks), want) > case.limit()
 
 
+def test_logits_that_outgrow_their_sinks(build, instruction_set):
+    """Softmax starts from the sink, and from there goes up again and again."""
+    case = build(64, Case([0], [300], heads=8, kv_heads=2, block=16))
+    case.q *= 12
+    sinks = torch.tensor([0.3, -0.7, 1.1, 2.6, -1.9, 0.45, 3.3, -2.2])
+    want = expected(case, None, sinks=sinks)
+    assert error(attention(case, sinks=sinks), want) < case.limit()
+    assert error(attention(case, sinks=sinks + 1), want) > case.limit()
+
+
 @pytest.mark.parametrize("window", [69, 70, 71])
 def test_the_check_sees_a_window(window, build, instruction_set):
     case = build(32, Case([30], [150], window=70, block=16))

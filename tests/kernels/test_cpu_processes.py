@@ -36,6 +36,30 @@ for _ in range(3):
     assert os.waitpid(child, 0)[1] == 0
 assert torch.equal(ops.linear(x, w), expected)
 """
+FORK_MEANWHILE = """
+import time
+w, xs, stop = weight(), torch.ones(4096, 256), []
+def work():
+    while not stop:
+        ops.linear(xs, w)
+worker = threading.Thread(target=work)
+worker.start()
+for _ in range(40):
+    time.sleep(0.001)
+    if (child := os.fork()) == 0:
+        os._exit(0 if native.threads() else 1)
+    for _ in range(1000):
+        if os.waitpid(child, os.WNOHANG)[0]:
+            break
+        time.sleep(0.01)
+    else:
+        os.kill(child, 9)
+        stop.append("a child hangs")
+        break
+hangs, _ = bool(stop), stop.append("done")
+worker.join()
+assert not hangs
+"""
 MEET = """
 import sys
 sys.setswitchinterval(1e-6)
@@ -96,7 +120,9 @@ def run(script: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("script", [FORK, MEET], ids=["fork", "threads that meet"])
+@pytest.mark.parametrize(
+    "script", [FORK, FORK_MEANWHILE, MEET], ids=["fork", "fork while a thread works", "threads that meet"]
+)
 def test_in_a_process_of_its_own(script):
     run(SETUP + script)
 

@@ -243,6 +243,30 @@ def test_a_vector_that_is_not_finite_gives_nothing_finite(isa, fmt):
         assert not isa.linear(x, w)[0, met].isfinite().any()
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("outlier", [2.0**12, 2.0**20, 2.0**40])
+def test_an_outlier_takes_nothing_from_its_neighbours(isa, outlier, dtype):
+    """A single one, that meets a weight of zero."""
+    w = random_packed("mxfp4", (33, 160))
+    w.data[:, 3] &= 0xF0  # column 6
+    w.data[:, 4:] = 0  # the other columns of eight alone make the results
+    x = x_of(1, 160, dtype=dtype)
+    x[:, 6] = outlier
+    y = isa.linear(x, w)
+    assert worst_tile(y, linear64(x, decode64(w))) < tolerance(dtype, 8)
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 20])
+@pytest.mark.parametrize("fmt", ["mxfp4", "nvfp4"])
+def test_a_scale_that_is_no_number_makes_its_row_none(isa, fmt, tokens):
+    w, x = random_packed(fmt, (33, 160)), x_of(tokens, 160, dtype=torch.bfloat16)
+    w.scale.view(torch.uint8)[17, 2] = 0xFF
+    others = torch.arange(33) != 17
+    y, expected = isa.linear(x, w), linear64(x, decode64(w))
+    assert y[:, 17].isnan().all()
+    assert worst_tile(y[:, others], expected[:, others.numpy()]) < tolerance(torch.bfloat16, 160)
+
+
 def test_float32_that_is_bfloat16_in_fact(isa):
     """Logits: hidden states are rounded, what is computed of them is not."""
     w = random_packed("fp8", (160, 288))
@@ -282,7 +306,7 @@ def test_what_has_no_kernel_goes_to_torch(isa):
 
 
 def test_an_unknown_instruction_set_is_named():
-    with pytest.raises(InputError, match="no instruction set 'neon2': choose one of .*portable"):
+    with pytest.raises(InputError, match=r"no instruction set 'neon2' \(TUTEL_PACK_ISA\): choose one of .*portable"):
         native.select("neon2")
 
 

@@ -438,4 +438,4 @@ def test_doctor_names_the_instruction_set_or_why_there_is_none(monkeypatch):
     assert "cpu (avx2; there are avx512, portable too; 6 threads), triton (for GPUs), torch" in tutel_run("doctor").stdout
 
     monkeypatch.setattr(native, "missing", lambda: "it was not built: install a compiler")
-    assert "torch (no native ones for this processor: it was not built: install a compiler)" in tutel_run("doctor").stdout
+    assert "torch (no native ones: it was not built: install a compiler)" in tutel_run("doctor").stdout
