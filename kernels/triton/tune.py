@@ -47,7 +47,7 @@ def tuned(chip: Chip, layer: ExpertLayer, fmt: str, tokens: int) -> list[tuple[P
     ids, weights = random_routing(layer, tokens, "cuda")
     pairs, flat = ids.numel(), ids.view(-1)
     x, inner, pieces = (torch.randn(n, k, device="cuda").bfloat16() for n, k in _shapes(layer, tokens))
-    problem = problem_of(gate_up, pairs)
+    problem = problem_of(gate_up, pairs, x.dtype)
     tiles = Tiles.empty(pairs, problem.tiles, torch.device("cuda"))
     sorting(flat, layer.experts, problem.bm, tiles).run()
 
@@ -58,7 +58,7 @@ def tuned(chip: Chip, layer: ExpertLayer, fmt: str, tokens: int) -> list[tuple[P
     def back(tile: Tile) -> list[Launch]:
         return product(chip, inner, down, pieces, tile, Epilogue(weights=weights), flat, tiles, scatter=True)
 
-    problems = (problem, up), (problem_of(down, pairs), back)
+    problems = (problem, up), (problem_of(down, pairs, x.dtype), back)
     return [(p, _stated(chip, fastest(chip, p, launches), launches)) for p, launches in problems]
 
 

@@ -10,10 +10,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from tutel_pack.kernels.triton.aot import MATRIX, Compiled, compile_for
 from tutel_pack.kernels.triton.chips import CHIPS
-from tutel_pack.kernels.triton.variants import all_variants, compiled
+from tutel_pack.kernels.triton.variants import all_variants, compiled, gate_up
 
 COUNTS = json.loads((Path(__file__).parents[2] / "bench" / "kernels_aot.json").read_text())
 """Integer instructions for a decoded weight, as bench/kernels_aot.py last found them."""
@@ -132,8 +133,18 @@ def check_instruction(chip: str, name: str, made: Compiled) -> None:
 
 def test_compilations_are_few():
     quick = [case for case in CASES if not case.marks]
-    assert len(quick) + 2 <= 60, "with the two below"
+    assert len(quick) + 4 <= 60, "with those beside them"
     assert {name for case in quick for name in case.values[1:]} == set(QUICK)
+
+
+@pytest.mark.parametrize("fmt", ["mxfp4", "fp8"])
+def test_float32_tokens_fit(fmt):
+    """No matrix unit takes them as they are, so the largest tile has registers for all that it adds up."""
+    chip = CHIPS["sm_90"]
+    variant = gate_up(chip, fmt, 128, torch.float32)
+    made = compile_for(chip, variant.launch)
+    assert made.matrix_instructions == () and any(op.startswith("FFMA") for op in made.loop)
+    assert made.spills == 0 and made.shared <= chip.shared
 
 
 def test_a_tile_that_is_too_large_is_seen():

@@ -66,8 +66,16 @@ def test_narrow_blocks_make_narrow_steps():
     steps = {}
     for block in ((128, 128), (32, 32), (1, 96)):
         w = PackedTensor.empty(FORMATS["fp8"].with_block(block), (64, 96), (64,), "meta")
-        steps[block] = tile_for(H100, problem_of(operand(w), 1)).bk
+        steps[block] = tile_for(H100, problem_of(operand(w), 1, torch.bfloat16)).bk
     assert steps == {(128, 128): 64, (32, 32): 32, (1, 96): 64}
+
+
+def test_float32_tokens_have_tiles_of_their_own():
+    """On NVIDIA's chips; AMD's matrix units multiply them."""
+    wide = replace(EXPERTS, float32=True)
+    assert tile_for(H100, wide).bk == 32 and tile_for(H100, wide).instruction == ""
+    mi300 = CHIPS["gfx942"]
+    assert tile_for(mi300, wide) == tile_for(mi300, EXPERTS)
 
 
 def test_an_unknown_chip_takes_its_vendors_tiles():
@@ -86,6 +94,7 @@ def test_what_the_tuner_writes_is_used(tmp_path, monkeypatch):
     tiles.table_of.cache_clear()
     assert tile_for(H100, EXPERTS) == best and tile_for(H100, replace(EXPERTS, rows=7)) == best
     assert tile_for(H100, replace(EXPERTS, rows=9)) != best
+    assert tile_for(H100, replace(EXPERTS, float32=True)) != best
     assert json.loads(path.read_text())["rule"] == rule
     tiles.table_of.cache_clear()
 

@@ -210,7 +210,7 @@ def test_products_of_activations(shape, act):
     weight, out = operand(w.to("cuda")), torch.full((t, sum(segments)), torch.nan, dtype=x.dtype, device="cuda")
     made, launch = quantizing(x.cuda(), act)
     chip = chip_of(out.device)
-    tile = replace(tile_for(chip, problem_of(weight, t, act)), split=split)
+    tile = replace(tile_for(chip, problem_of(weight, t, x.dtype, act)), split=split)
     for run in (launch, *product(chip, made, weight, out, tile, Epilogue())):
         run.run()
     assert worst_tile(out.cpu(), expected(x, w, act)) < tolerance(torch.bfloat16, k)
