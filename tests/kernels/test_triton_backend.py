@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import json
 import shutil
+from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
 import torch
 from tests.kernels.test_products import x_of
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tutel_pack.errors import InputError
 from tutel_pack.formats import FORMATS, PackedTensor
 from tutel_pack.kernels import ops, torch_backend
 from tutel_pack.kernels.triton import backend, tiles, tune
 from tutel_pack.kernels.triton.chips import CHIPS, Chip
+from tutel_pack.kernels.triton.launch import Launch
 from tutel_pack.kernels.triton.matmul import is_served, operand, problem_of
 from tutel_pack.kernels.triton.tiles import Problem, tile_for
 
@@ -40,6 +43,26 @@ def test_without_triton_torch_serves(monkeypatch):
     assert ops.get_ops("auto", "cuda").name == "torch"
     with pytest.raises(InputError, match=r"needs the package triton: pip install 'tutel-pack\[triton\]'"):
         ops.get_ops("triton", "cuda")
+
+
+@pytest.mark.parametrize("device, expected", [("cuda:1", "cuda:1"), ("cpu", None)])
+def test_kernels_run_where_their_tensors_are(device, expected, monkeypatch):
+    """Triton launches on the current device, whatever the tensors'."""
+    current, launched = [None], []
+
+    @contextmanager
+    def entered(device):
+        current.append(str(device))
+        yield
+        current.pop()
+
+    monkeypatch.setattr(torch.cuda, "device", entered)
+    with FakeTensorMode():
+        x = torch.empty(2, device=device)
+    monkeypatch.setattr(Launch, "options", {})
+    kernel = {(1,): lambda n, x: launched.append(current[-1])}
+    Launch(kernel, (1,), {"n": 3, "x": x}).run()
+    assert launched == [expected] and current == [None]
 
 
 def test_it_has_every_operation():
