@@ -14,6 +14,8 @@ from pathlib import Path
 
 import torch
 import triton
+from triton.errors import TritonError
+from triton.runtime.errors import OutOfResources
 
 from tutel_pack.kernels.triton.aot import compile_for
 from tutel_pack.kernels.triton.chips import Chip, chip_of
@@ -78,11 +80,21 @@ def fastest(chip: Chip, problem: Problem, launches) -> Tile:
 
 
 def _milliseconds(launches: list[Launch]) -> float:
-    """Infinity for what the chip cannot hold."""
+    """As a graph, which is how they decode. Infinity for what the chip cannot hold or the compiler does not make."""
+
+    def run() -> None:
+        for launch in launches:
+            launch.run()
+
     try:
-        return triton.testing.do_bench(lambda: [launch.run() for launch in launches], warmup=5, rep=20)
-    except triton.runtime.errors.OutOfResources:
+        run()
+    except OutOfResources:
         return float("inf")
+    except (TritonError, RuntimeError) as e:
+        tile = {name: launches[0].arguments[name] for name in ("FMT", "BM", "BN", "BK", "SPLIT")}
+        print(f"skipped {tile}, {launches[0].options}: {str(e).splitlines()[0]}")
+        return float("inf")
+    return triton.testing.do_bench_cudagraph(run, rep=20)
 
 
 def _stated(chip: Chip, tile: Tile, launches) -> Tile:
