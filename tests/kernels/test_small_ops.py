@@ -11,7 +11,6 @@ from tests.kernels.reference import ON_A_CPU, ALL_FORMATS, DTYPES, UNIT, decode6
 
 from tutel_pack.errors import InputError
 from tutel_pack.formats import FORMATS
-from tutel_pack.kernels import torch_backend
 from tutel_pack.kernels.cpu import native
 from tutel_pack.kernels.ops import get_ops
 from tutel_pack.spec import Moe, Rope, Router
@@ -123,12 +122,6 @@ def test_embedding(fmt, dtype):
 def test_embedding_of_a_plain_weight(dtype):
     w = x_of(20, 16, dtype=torch.bfloat16)
     assert torch.equal(OPS.embedding(torch.tensor([3, 3, 19]), w, dtype), w[[3, 3, 19]].to(dtype))
-
-
-def test_frequencies_stay_where_graphs_read_them():
-    ropes = [Rope(1e4 + i, 64) for i in range(100)]
-    kept = [torch_backend._frequencies_on(rope, torch.device("cpu")) for rope in ropes]
-    assert all(torch_backend._frequencies_on(rope, torch.device("cpu")) is f for rope, f in zip(ropes, kept))
 
 
 def test_an_id_outside_the_embedding_is_an_error():

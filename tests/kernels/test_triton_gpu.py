@@ -61,8 +61,13 @@ def on_gpu(*arguments):
     return [a.to("cuda") if isinstance(a, (torch.Tensor, PackedTensor)) else a for a in arguments]
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("fmt", FORMATS_HERE)
+def in_dtypes(*formats: str):
+    """Every format in bfloat16, and one in all: each pair is compiled, for every tile."""
+    pairs = [*((fmt, torch.bfloat16) for fmt in formats), ("mxfp4", torch.float32), ("mxfp4", torch.float16)]
+    return pytest.mark.parametrize("fmt, dtype", pairs, ids=[f"{fmt}-{dtype}" for fmt, dtype in pairs])
+
+
+@in_dtypes(*FORMATS_HERE)
 @pytest.mark.parametrize("shape", LINEAR)
 def test_linear(shape, fmt, dtype, ops):
     t, segments, k = LINEAR[shape]
@@ -72,8 +77,7 @@ def test_linear(shape, fmt, dtype, ops):
     assert worst_tile(y, linear64(x, decode64(w), bias)) < tolerance(dtype, k)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("fmt", [*FORMATS_HERE, "bf16"])
+@in_dtypes(*FORMATS_HERE, "bf16")
 @pytest.mark.parametrize("case", {**MOE, **LARGER})
 def test_moe(case, fmt, dtype, ops):
     case = {**MOE, **LARGER}[case]

@@ -13,6 +13,7 @@ from tests.kernels.reference import random_packed
 from torch import Tensor
 
 from tutel_pack.formats import FORMATS, PackedTensor
+from tutel_pack.kernels import torch_backend
 from tutel_pack.kernels.ops import ACTS
 from tutel_pack.kernels.triton import backend, chips
 from tutel_pack.kernels.triton.launch import Launch
@@ -399,6 +400,12 @@ def test_the_last_copies_are_waited_for():
         patch.setattr(torch.cuda, "current_stream", lambda device: None)
         step.fill([7, 8], [0, 0], [[1], [2]], [0, 0])
     assert seen == [("waited", [0, 0]), ("copied", [7, 8])]
+
+
+def test_frequencies_stay_where_graphs_read_them():
+    ropes = [Rope(1e4 + i, 64) for i in range(100)]
+    kept = [torch_backend._frequencies_on(rope, torch.device("cpu")) for rope in ropes]
+    assert all(torch_backend._frequencies_on(rope, torch.device("cpu")) is f for rope, f in zip(ropes, kept))
 
 
 def test_the_recording_itself_waits_for_nothing():
