@@ -70,13 +70,17 @@ def _shapes(layer: ExpertLayer, tokens: int) -> list[tuple[int, int]]:
 
 
 def fastest(chip: Chip, problem: Problem, launches) -> Tile:
+    """Of all there are. SystemExit if none runs, as after an error that the device does not recover from."""
     rule = tile_for(chip, problem)
     found = {}
     for bn, warps, stages, split in itertools.product(ROWS, WARPS, STAGES, PARTS):
         tile = replace(rule, bn=bn, warps=warps, stages=stages, split=split)
         if split == 1 or problem.tiles * -(-problem.n // bn) < 2 * chip.units:
             found[tile] = _milliseconds(launches(tile))
-    return min(found, key=found.get)
+    best = min(found, key=found.get)
+    if found[best] == float("inf"):
+        raise SystemExit(f"No tile of {problem.key} runs here: what is written stays, and nothing more is tuned.")
+    return best
 
 
 def _milliseconds(launches: list[Launch]) -> float:
@@ -92,7 +96,7 @@ def _milliseconds(launches: list[Launch]) -> float:
         return float("inf")
     except (TritonError, RuntimeError) as e:
         tile = {name: launches[0].arguments[name] for name in ("FMT", "BM", "BN", "BK", "SPLIT")}
-        print(f"skipped {tile}, {launches[0].options}: {str(e).splitlines()[0]}")
+        print(f"skipped {tile}, {launches[0].options}: {type(e).__name__}: {str(e)[-200:]}")
         return float("inf")
     return triton.testing.do_bench_cudagraph(run, rep=20)
 

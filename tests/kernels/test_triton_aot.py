@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tutel_pack.kernels.triton.aot import MATRIX, Compiled, compile_for
+from tutel_pack.kernels.triton.aot import MATRIX, Compiled, Instruction, _main_loop, compile_for
 from tutel_pack.kernels.triton.chips import CHIPS
 from tutel_pack.kernels.triton.variants import all_variants, compiled, gate_up
 
@@ -146,6 +146,12 @@ def test_float32_tokens_fit(fmt):
     made = compile_for(chip, variant.launch)
     assert made.matrix_instructions == () and any(op.startswith("FFMA") for op in made.loop)
     assert made.spills == 0 and made.shared <= chip.shared
+
+
+def test_a_loop_may_be_entered_in_its_middle():
+    """As Triton 3.6's for 128 tokens on gfx942 is, where the way back then leads to the kernel's beginning."""
+    program = [Instruction("s_cbranch", 2, True), Instruction("v_mfma", None, True), Instruction("s_branch", 1, False)]
+    assert _main_loop(program)["v_mfma"] == 1
 
 
 def test_a_tile_that_is_too_large_is_seen():

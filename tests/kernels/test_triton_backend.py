@@ -6,11 +6,13 @@ import json
 import shutil
 from contextlib import contextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 from tests.kernels.test_products import x_of
 from torch._subclasses.fake_tensor import FakeTensorMode
+from triton.runtime.errors import OutOfResources, PTXASError
 
 from tutel_pack.errors import InputError
 from tutel_pack.formats import FORMATS, PackedTensor
@@ -120,6 +122,36 @@ def test_what_the_tuner_writes_is_used(tmp_path, monkeypatch):
     assert tile_for(H100, replace(EXPERTS, float32=True)) != best
     assert json.loads(path.read_text())["rule"] == rule
     tiles.table_of.cache_clear()
+
+
+class Refused(SimpleNamespace):
+    """A launch that fails to compile."""
+
+    arguments, options = dict(FMT="mxfp4", BM=16, BN=256, BK=128, SPLIT=1), {"num_warps": 4}
+
+    def run(self) -> None:
+        raise self.error
+
+
+REFUSALS = {
+    "too large": (OutOfResources(300000, 232448, "shared memory"), ""),
+    "the assembler": (PTXASError("ptxas fatal: out of registers"), "PTXASError: PTXAS error: ptxas fatal: out of reg"),
+    "a pass": (RuntimeError("PassManager::run failed"), "'BN': 256, 'BK': 128, 'SPLIT': 1}, {'num_warps': 4}: Runtime"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_the_tuner_passes_over_what_does_not_compile(name, capsys):
+    error, message = REFUSALS[name]
+    assert tune._milliseconds([Refused(error=error)]) == float("inf")
+    printed = capsys.readouterr().out
+    assert message in printed and bool(message) == bool(printed)
+
+
+def test_the_tuner_writes_no_tile_that_does_not_run(capsys):
+    with pytest.raises(SystemExit, match="No tile of mxfp4 128x1536x2048 8 runs here"):
+        tune.fastest(H100, EXPERTS, lambda tile: [Refused(error=RuntimeError("an illegal memory access"))])
+    assert "an illegal memory access" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
