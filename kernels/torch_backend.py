@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from functools import lru_cache
+from functools import cache, lru_cache
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +22,9 @@ from tutel_pack.spec import ClampedSwiglu, Dynamic, Linear, Llama3, Moe, Rope, S
 
 _TILE = 1 << 20
 """Elements of a weight decoded at a time: few enough for a processor's cache, enough to keep a product busy."""
+
+_LARGE_TILE = 1 << 27
+"""Elements of a plain weight that an accelerator converts at a time: every tile costs it three launches."""
 
 _QUERIES = 512
 """Rows of a mask: queries attended to at a time, times the query heads that share a key head."""
@@ -60,10 +63,11 @@ def _plain(w: Weight) -> Weight:
 
 
 def _decoded_tiles(w: Weight, dtype: torch.dtype) -> Iterator[tuple[int, Tensor]]:
-    rows = max(1, _TILE // w.shape[1])
     if isinstance(w, PackedTensor):
+        rows = max(1, _TILE // w.shape[1])
         yield from ((start, decode(tile, dtype)) for start, tile in w.row_tiles(rows))
     else:
+        rows = max(1, (_TILE if w.device.type == "cpu" else _LARGE_TILE) // w.shape[1])
         yield from ((start, w[start : start + rows].to(dtype)) for start in range(0, len(w), rows))
 
 
@@ -114,9 +118,9 @@ def _dynamic_frequencies(positions: Tensor, rope: Rope, layout: Layout | None) -
     return torch.cat(rows).to(positions.device)
 
 
-@lru_cache(maxsize=64)
+@cache
 def _frequencies_on(rope: Rope, device: torch.device) -> Tensor:
-    """Copied there once: a step that is captured as a graph cannot copy."""
+    """Copied there once, and kept: a step that is captured as a graph cannot copy, and goes on reading them."""
     return _frequencies(rope).to(device)
 
 

@@ -124,7 +124,8 @@ class PagedCache:
                 f"The states of {have + n} sequences take {size / 1e9:.1f} GB, which the device does not have: "
                 "run fewer sequences at once."
             ) from e
-        self.sequences = grown
+        if self._stateful:  # another list is for others to see that the pools have moved
+            self.sequences = grown
         self._free_slots += range(have + n - 1, have - 1, -1)
 
     def layout(self, batch: Batch) -> Layout:

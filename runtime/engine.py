@@ -1,7 +1,9 @@
 """Continuous batching: sequences of unequal lengths in one ragged batch, joining when there is room, leaving when done.
 
 Every step runs what all active sequences have new, their last token or the next part of their prompt, and samples one
-token for each that is up to date. A sequence's text does not depend on its company.
+token for each that is up to date. What a sequence is given depends on its own tokens alone; but kernels and tiles are
+chosen by the number of rows, so its company can change the last bits of sums, and with them a token that was near a
+tie.
 """
 
 from __future__ import annotations

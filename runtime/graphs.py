@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -85,6 +86,7 @@ class Step:
         kind = {"dtype": torch.int64, "pin_memory": decoder.device.type == "cuda"}
         self._host = torch.empty(6, size, **kind), torch.full((size, most), spare, **kind)
         self._numbers, self._tables = (torch.empty_like(t, device=decoder.device, pin_memory=False) for t in self._host)
+        self._copied = torch.cuda.Event() if decoder.device.type == "cuda" else None
         self._rows: list[Sequence[int]] = [()] * size
         self._layout = self._make_layout(size, most)
         self.fill([], [], [], [])
@@ -103,7 +105,7 @@ class Step:
         self, tokens: Sequence[int], past: Sequence[int], tables: Sequence[Sequence[int]], slots: Sequence[int]
     ) -> None:
         """Take a batch of at most `size`: new tokens, the positions that each sequence has in the cache already, the
-        blocks that it has there, and its state slot. The last step must be over: its numbers are overwritten."""
+        blocks that it has there, and its state slot. Waits until the numbers of the last one have been copied."""
         block, missing = self._cache.block_size, len(self._rows) - len(tokens)
         places = [table[p // block] * block + p % block for p, table in zip(past, tables)]
         rows = (
@@ -111,10 +113,14 @@ class Step:
             ([1] * len(tokens), 0),
         )  # fmt: skip
         numbers, blocks = self._host
+        if self._copied:
+            self._copied.synchronize()
         numbers.copy_(torch.tensor([[*row, *[other] * missing] for row, other in rows]))
         self._numbers.copy_(numbers, non_blocking=True)
         if self._write([*tables, *[[self._spare]] * missing]):
             self._tables.copy_(blocks, non_blocking=True)
+        if self._copied:
+            self._copied.record(torch.cuda.current_stream(self._decoder.device))
 
     def _write(self, tables: Sequence[Sequence[int]]) -> bool:
         """Whether any table is not what it was at the last step."""
@@ -131,25 +137,28 @@ class Step:
         return self._decoder.step(tokens, positions, self._layout, self._cache)
 
 
-def record(run: Replay, pool) -> Replay:
+def record(run: Replay, pool, stream: torch.cuda.Stream) -> Replay:
     """What replays the launches of `run` as they are now. HostNeeded if that cannot be.
 
     pool: of the memory that they use, which graphs share: none runs beside another, and what one leaves behind is not
-    needed any more when the next one runs.
+    needed any more when the next one runs.  stream: to record on. Graphs that share one share cuBLAS's workspace, too.
     """
     run()  # makes what is made when first asked for, such as kernels
     with NoHost():
         run()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    try:
-        with torch.cuda.graph(graph, pool=pool):
-            logits = run()
-    except RuntimeError as e:  # what NoHost cannot see, such as a library that waits
-        raise HostNeeded(f"the device's driver refuses it: {str(e).splitlines()[0]}") from e
+    with torch.cuda.device(stream.device):
+        torch.cuda.synchronize()
+        graph, before = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+        try:
+            with torch.cuda.graph(graph, pool=pool, stream=stream):
+                logits = run()
+        except RuntimeError as e:  # what NoHost cannot see, such as a library that waits
+            torch.cuda.set_stream(before)  # which torch leaves to captures that end well
+            raise HostNeeded(f"the device's driver refuses it: {str(e).splitlines()[0]}") from e
 
     def replay() -> Tensor:
-        graph.replay()
+        with torch.cuda.device(stream.device):
+            graph.replay()
         return logits
 
     return replay
@@ -176,12 +185,22 @@ class Graphs:
     def bind(self, cache: PagedCache, most: int) -> None:
         """Take another cache, and one block and slot of it; most: blocks that a sequence may have there."""
         (spare,), slot = cache.allocate(1), cache.allocate_slot()
-        pool = torch.cuda.graph_pool_handle() if self._decoder.device.type == "cuda" else None
-        self._bound, self._states = (cache, most, spare, slot, pool), cache.sequences
+        self._bound = cache, most, spare, slot
+        self._forget()
 
     def unbind(self) -> None:
         """Let go of the cache, and of the graphs that are made for it."""
-        self._bound, self._states, self._steps = None, None, {}
+        self._bound, self._states, self._steps, self._pool = None, None, {}, None
+
+    def _forget(self) -> None:
+        """Let go of all graphs, and of their pool, which torch closes with the last one."""
+        self._states, self._steps = self._bound[0].sequences, {}
+        self._pool = torch.cuda.graph_pool_handle() if self._decoder.device.type == "cuda" else None
+
+    @cached_property
+    def _stream(self) -> torch.cuda.Stream | None:
+        device = self._decoder.device
+        return torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def forward(
         self, tokens: Sequence[int], past: Sequence[int], tables: Sequence[Sequence[int]], slots: Sequence[int]
@@ -190,7 +209,7 @@ class Graphs:
         if this decoder's step cannot be recorded, which the log then says."""
         size = 1 << (len(tokens) - 1).bit_length()
         if self._states is not self._bound[0].sequences:  # which are other tensors when they have grown
-            self._states, self._steps = self._bound[0].sequences, {}
+            self._forget()
         if self._possible and size not in self._steps:
             self._add(size)
         if not self._possible:
@@ -200,10 +219,10 @@ class Graphs:
         return replay()[: len(tokens)]
 
     def _add(self, size: int) -> None:
-        cache, most, spare, slot, pool = self._bound
+        cache, most, spare, slot = self._bound
         step = Step(self._decoder, cache, size, most, spare, slot)
         try:
-            self._steps[size] = step, self._record(step.run, pool)
+            self._steps[size] = step, self._record(step.run, self._pool, self._stream)
         except HostNeeded as e:
             _log.warning("decoding without graphs: %s", e)
             self._possible = False

@@ -207,5 +207,5 @@ def _between(head: int, tails: set[int], before: dict[int, set[int]]) -> set[int
         i = todo.pop()
         if i not in body:
             body.add(i)
-            todo.extend(before[i])
+            todo.extend(before.get(i, ()))
     return body

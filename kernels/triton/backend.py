@@ -48,7 +48,7 @@ def linear(x: Tensor, w: Weight, bias: Tensor | None) -> Tensor:
         return torch_backend.linear(x, w, bias)
     out = x.new_empty(len(x), w.shape[0])
     weight, chip = operand(w), chip_of(x.device)
-    tile = tile_for(chip, problem_of(weight, len(x)))
+    tile = tile_for(chip, problem_of(weight, len(x), x.dtype))
     for launch in product(chip, x.contiguous(), weight, out, tile, Epilogue(bias)):
         launch.run()
     return out
@@ -168,8 +168,8 @@ def experts(
     activations, where a weight can take them so."""
     (count, h, i), pairs, chip = down.shape, ids.numel(), chip_of(x.device)
     acts = [act if act and w.takes(act) else None for w in (gate_up, down)]
-    problem = problem_of(gate_up, pairs, acts[0])
-    up, back = tile_for(chip, problem), tile_for(chip, problem_of(down, pairs, acts[1]))
+    problem = problem_of(gate_up, pairs, x.dtype, acts[0])
+    up, back = tile_for(chip, problem), tile_for(chip, problem_of(down, pairs, x.dtype, acts[1]))
     tiles = Tiles.empty(pairs, problem.tiles, x.device)
     inner, pieces = x.new_empty(pairs, i), x.new_empty(pairs, h)
     flat = ids.view(-1)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from tutel_pack.kernels.ops import Heads
 from tutel_pack.kernels.triton.launch import Launch
+from tutel_pack.kernels.triton.rows import inverse_root
 
 _ELEMENTS = 2048
 """Of a program, about."""
@@ -56,7 +57,7 @@ def _place(
         squares = tl.sum(c * c, axis=1)
         if HALF > 0:
             squares += tl.sum(a * a, axis=1) + tl.sum(b * b, axis=1)
-        factor = 1.0 / tl.sqrt(squares / D + eps)
+        factor = inverse_root(squares / D + eps)
         c = _scaled(c, factor, norm, d, d < D, dtype)
         if HALF > 0:
             a = _scaled(a, factor, norm, first, j < HALF, dtype)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+from torch import Tensor
 from triton.runtime.jit import JITFunction
 
 
@@ -24,4 +27,10 @@ class Launch:
         return {"num_warps": self.warps, "num_stages": self.stages, "enable_fp_fusion": True}
 
     def run(self) -> None:
-        self.kernel[self.grid](**self.arguments, **self.options)
+        with self._device():
+            self.kernel[self.grid](**self.arguments, **self.options)
+
+    def _device(self) -> AbstractContextManager:
+        """Makes the device of the tensors the current one, which is where Triton launches."""
+        device = next(v.device for v in self.arguments.values() if isinstance(v, Tensor))
+        return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

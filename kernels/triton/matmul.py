@@ -215,8 +215,8 @@ def dot_type(chip: Chip, dtype: torch.dtype) -> tl.dtype:
     return {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}[dtype]
 
 
-def problem_of(w: Operand, rows: int, act: str | None = None) -> Problem:
-    """A product with that many rows, tokens or pairs, quantized by `act` or not."""
+def problem_of(w: Operand, rows: int, dtype: torch.dtype, act: str | None = None) -> Problem:
+    """A product with that many rows, tokens or pairs, of a dtype, quantized by `act` or not."""
     if act:
         return Problem(f"{act} x {w.fmt}", *w.shape, rows, STEP)
-    return Problem(w.fmt, *w.shape, rows, w.columns)
+    return Problem(w.fmt, *w.shape, rows, w.columns, dtype == torch.float32)

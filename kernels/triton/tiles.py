@@ -17,6 +17,10 @@ TABLES = Path(__file__).parent / "tiles"
 TOKENS = (16, 32, 64, 128)
 """Of a tile. Matrix units have no smaller one, and accumulators of larger ones leave decoding no registers."""
 
+FLOAT32 = {"bn": 64, "bk": 32, "warps": 8, "stages": 2}
+"""Of float32 tokens on NVIDIA's chips, whose matrix units would round them: their products are fused multiply-adds,
+which in the tiles of matrix units do not fit the registers, and take minutes to compile."""
+
 MOST_PARTS = 8
 _STEPS_OF_A_PART = 4
 
@@ -42,7 +46,7 @@ class Problem:
     """A product of `rows` rows, tokens or pairs, over the experts (1 for a plain matrix) [n, k] in a format.
 
     fmt: of the weights; "mxfp8 x mxfp4" if tokens are quantized, too.
-    columns: the most that can be decoded at a time.
+    columns: the most that can be decoded at a time.  float32: tokens are multiplied as they are, in float32.
     """
 
     fmt: str
@@ -51,6 +55,7 @@ class Problem:
     k: int
     rows: int
     columns: int
+    float32: bool = False
 
     @property
     def key(self) -> str:
@@ -72,9 +77,9 @@ class Problem:
 
 def tile_for(chip: Chip, problem: Problem) -> Tile:
     table = table_of(chip)
-    tuned = table["tuned"].get(problem.key)
-    values = tuned or table["rule"][problem.fmt][str(problem.bm)]
-    tile = Tile(problem.bm, **values)
+    tuned = None if problem.float32 else table["tuned"].get(problem.key)  # which were measured with bfloat16
+    rule = FLOAT32 if problem.float32 and chip.vendor == "cuda" else table["rule"][problem.fmt][str(problem.bm)]
+    tile = Tile(problem.bm, **(tuned or rule))
     tile = replace(tile, bk=min(tile.bk, problem.columns))
     return tile if tuned else replace(tile, split=_parts(chip, problem, tile))
 

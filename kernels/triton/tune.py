@@ -14,6 +14,8 @@ from pathlib import Path
 
 import torch
 import triton
+from triton.errors import TritonError
+from triton.runtime.errors import OutOfResources
 
 from tutel_pack.kernels.triton.aot import compile_for
 from tutel_pack.kernels.triton.chips import Chip, chip_of
@@ -47,7 +49,7 @@ def tuned(chip: Chip, layer: ExpertLayer, fmt: str, tokens: int) -> list[tuple[P
     ids, weights = random_routing(layer, tokens, "cuda")
     pairs, flat = ids.numel(), ids.view(-1)
     x, inner, pieces = (torch.randn(n, k, device="cuda").bfloat16() for n, k in _shapes(layer, tokens))
-    problem = problem_of(gate_up, pairs)
+    problem = problem_of(gate_up, pairs, x.dtype)
     tiles = Tiles.empty(pairs, problem.tiles, torch.device("cuda"))
     sorting(flat, layer.experts, problem.bm, tiles).run()
 
@@ -58,7 +60,7 @@ def tuned(chip: Chip, layer: ExpertLayer, fmt: str, tokens: int) -> list[tuple[P
     def back(tile: Tile) -> list[Launch]:
         return product(chip, inner, down, pieces, tile, Epilogue(weights=weights), flat, tiles, scatter=True)
 
-    problems = (problem, up), (problem_of(down, pairs), back)
+    problems = (problem, up), (problem_of(down, pairs, x.dtype), back)
     return [(p, _stated(chip, fastest(chip, p, launches), launches)) for p, launches in problems]
 
 
@@ -68,21 +70,35 @@ def _shapes(layer: ExpertLayer, tokens: int) -> list[tuple[int, int]]:
 
 
 def fastest(chip: Chip, problem: Problem, launches) -> Tile:
+    """Of all there are. SystemExit if none runs, as after an error that the device does not recover from."""
     rule = tile_for(chip, problem)
     found = {}
     for bn, warps, stages, split in itertools.product(ROWS, WARPS, STAGES, PARTS):
         tile = replace(rule, bn=bn, warps=warps, stages=stages, split=split)
         if split == 1 or problem.tiles * -(-problem.n // bn) < 2 * chip.units:
             found[tile] = _milliseconds(launches(tile))
-    return min(found, key=found.get)
+    best = min(found, key=found.get)
+    if found[best] == float("inf"):
+        raise SystemExit(f"No tile of {problem.key} runs here: what is written stays, and nothing more is tuned.")
+    return best
 
 
 def _milliseconds(launches: list[Launch]) -> float:
-    """Infinity for what the chip cannot hold."""
+    """As a graph, which is how they decode. Infinity for what the chip cannot hold or the compiler does not make."""
+
+    def run() -> None:
+        for launch in launches:
+            launch.run()
+
     try:
-        return triton.testing.do_bench(lambda: [launch.run() for launch in launches], warmup=5, rep=20)
-    except triton.runtime.errors.OutOfResources:
+        run()
+    except OutOfResources:
         return float("inf")
+    except (TritonError, RuntimeError) as e:
+        tile = {name: launches[0].arguments[name] for name in ("FMT", "BM", "BN", "BK", "SPLIT")}
+        print(f"skipped {tile}, {launches[0].options}: {type(e).__name__}: {str(e)[-200:]}")
+        return float("inf")
+    return triton.testing.do_bench_cudagraph(run, rep=20)
 
 
 def _stated(chip: Chip, tile: Tile, launches) -> Tile:

@@ -92,7 +92,7 @@ def others(chip: Chip) -> list[Variant]:
     second = Epilogue(_meta(EXPERTS, HIDDEN), _meta(TOP_K, dtype=torch.float32))
     down = _variant(chip, "down mxfp4 16", _meta(TOP_K, INTERMEDIATE), w, pieces, second, scatter=True)
     matrix = operand(PackedTensor.empty(FORMATS["fp8"], (576, 7168), (576,), "meta"))
-    tile = tile_for(chip, problem_of(matrix, 1))
+    tile = tile_for(chip, problem_of(matrix, 1, torch.bfloat16))
     linear, finish = product(chip, _meta(1, 7168), matrix, _meta(1, 576), tile, Epilogue())
     ids, moe = _meta(1, TOP_K, dtype=torch.int64), Moe(512, 10, 512)
     grouped = Moe(256, 8, 2048, Router("sigmoid", correction=True, groups=8, top_groups=4))
@@ -157,7 +157,7 @@ def clamped(chip: Chip) -> Variant:
 def _variant(
     chip: Chip, name: str, x: Tensor, w: Operand, out: Tensor, epilogue: Epilogue, act: str | None = None, **how
 ) -> Variant:
-    problem = problem_of(w, len(out), act)
+    problem = problem_of(w, len(out), out.dtype, act)
     tile = tile_for(chip, problem)
     x = quantizing(x, act)[0] if act else x
     tiles = Tiles.empty(len(out), problem.tiles, torch.device("meta"))

@@ -167,6 +167,16 @@ def test_linear_decodes_a_tile_at_a_time(decoded):
     assert sum(p.shape[0] for p in decoded) == 5000 and all(p.shape[0] <= 1024 for p in decoded)
 
 
+@pytest.mark.parametrize("device, tiles", [("cpu", 4), ("meta", 1)])
+def test_an_accelerator_converts_large_tiles(device, tiles, monkeypatch):
+    """Of a plain matrix, whose launches would take longer than its bytes."""
+    calls = []
+    monkeypatch.setattr(torch_backend.F, "linear", lambda x, w, b: calls.append(w.shape) or x.new_zeros(len(x), len(w)))
+    w = torch.zeros(4096, 1024, dtype=torch.bfloat16, device=device)
+    torch_backend.linear(torch.zeros(1, 1024, device=device), w, None)
+    assert len(calls) == tiles and sum(n for n, _ in calls) == 4096
+
+
 def test_shapes_that_do_not_fit_are_named():
     x, w = torch.ones(2, 96), random_packed("bf16", (17, 96))
     with pytest.raises(ValueError, match=r"linear cannot take arguments of shapes \(2, 95\), \(17, 96\)"):

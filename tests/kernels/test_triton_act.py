@@ -139,7 +139,7 @@ def product(x: Tensor, w: PackedTensor, act: str, split: int = 1, damage: str = 
         made.scale.copy_(made.scale.roll(1, 1))
     if damage == "elements":
         made.data.copy_(made.data.roll(1, 1))
-    tile = replace(tile_for(INTERPRETER, problem_of(weight, len(x), act)), split=split)
+    tile = replace(tile_for(INTERPRETER, problem_of(weight, len(x), x.dtype, act)), split=split)
     for launch in product(INTERPRETER, made, weight, out, tile, Epilogue()):
         launch.run()
     return out

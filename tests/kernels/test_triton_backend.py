@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import json
 import shutil
+from contextlib import contextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 from tests.kernels.test_products import x_of
+from torch._subclasses.fake_tensor import FakeTensorMode
+from triton.runtime.errors import OutOfResources, PTXASError
 
 from tutel_pack.errors import InputError
 from tutel_pack.formats import FORMATS, PackedTensor
 from tutel_pack.kernels import ops, torch_backend
 from tutel_pack.kernels.triton import backend, tiles, tune
 from tutel_pack.kernels.triton.chips import CHIPS, Chip
+from tutel_pack.kernels.triton.launch import Launch
 from tutel_pack.kernels.triton.matmul import is_served, operand, problem_of
 from tutel_pack.kernels.triton.tiles import Problem, tile_for
 
@@ -42,6 +47,26 @@ def test_without_triton_torch_serves(monkeypatch):
         ops.get_ops("triton", "cuda")
 
 
+@pytest.mark.parametrize("device, expected", [("cuda:1", "cuda:1"), ("cpu", None)])
+def test_kernels_run_where_their_tensors_are(device, expected, monkeypatch):
+    """Triton launches on the current device, whatever the tensors'."""
+    current, launched = [None], []
+
+    @contextmanager
+    def entered(device):
+        current.append(str(device))
+        yield
+        current.pop()
+
+    monkeypatch.setattr(torch.cuda, "device", entered)
+    with FakeTensorMode():
+        x = torch.empty(2, device=device)
+    monkeypatch.setattr(Launch, "options", {})
+    kernel = {(1,): lambda n, x: launched.append(current[-1])}
+    Launch(kernel, (1,), {"n": 3, "x": x}).run()
+    assert launched == [expected] and current == [None]
+
+
 def test_it_has_every_operation():
     names = [name for name in vars(ops.Ops) if not name.startswith("_") and name not in ops.FUSED]
     assert len(names) > 10 and all(callable(getattr(backend, name)) for name in names)
@@ -66,8 +91,16 @@ def test_narrow_blocks_make_narrow_steps():
     steps = {}
     for block in ((128, 128), (32, 32), (1, 96)):
         w = PackedTensor.empty(FORMATS["fp8"].with_block(block), (64, 96), (64,), "meta")
-        steps[block] = tile_for(H100, problem_of(operand(w), 1)).bk
+        steps[block] = tile_for(H100, problem_of(operand(w), 1, torch.bfloat16)).bk
     assert steps == {(128, 128): 64, (32, 32): 32, (1, 96): 64}
+
+
+def test_float32_tokens_have_tiles_of_their_own():
+    """On NVIDIA's chips; AMD's matrix units multiply them."""
+    wide = replace(EXPERTS, float32=True)
+    assert tile_for(H100, wide).bk == 32 and tile_for(H100, wide).instruction == ""
+    mi300 = CHIPS["gfx942"]
+    assert tile_for(mi300, wide) == tile_for(mi300, EXPERTS)
 
 
 def test_an_unknown_chip_takes_its_vendors_tiles():
@@ -86,8 +119,39 @@ def test_what_the_tuner_writes_is_used(tmp_path, monkeypatch):
     tiles.table_of.cache_clear()
     assert tile_for(H100, EXPERTS) == best and tile_for(H100, replace(EXPERTS, rows=7)) == best
     assert tile_for(H100, replace(EXPERTS, rows=9)) != best
+    assert tile_for(H100, replace(EXPERTS, float32=True)) != best
     assert json.loads(path.read_text())["rule"] == rule
     tiles.table_of.cache_clear()
+
+
+class Refused(SimpleNamespace):
+    """A launch that fails to compile."""
+
+    arguments, options = dict(FMT="mxfp4", BM=16, BN=256, BK=128, SPLIT=1), {"num_warps": 4}
+
+    def run(self) -> None:
+        raise self.error
+
+
+REFUSALS = {
+    "too large": (OutOfResources(300000, 232448, "shared memory"), ""),
+    "the assembler": (PTXASError("ptxas fatal: out of registers"), "PTXASError: PTXAS error: ptxas fatal: out of reg"),
+    "a pass": (RuntimeError("PassManager::run failed"), "'BN': 256, 'BK': 128, 'SPLIT': 1}, {'num_warps': 4}: Runtime"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_the_tuner_passes_over_what_does_not_compile(name, capsys):
+    error, message = REFUSALS[name]
+    assert tune._milliseconds([Refused(error=error)]) == float("inf")
+    printed = capsys.readouterr().out
+    assert message in printed and bool(message) == bool(printed)
+
+
+def test_the_tuner_writes_no_tile_that_does_not_run(capsys):
+    with pytest.raises(SystemExit, match="No tile of mxfp4 128x1536x2048 8 runs here"):
+        tune.fastest(H100, EXPERTS, lambda tile: [Refused(error=RuntimeError("an illegal memory access"))])
+    assert "an illegal memory access" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -61,8 +61,13 @@ def on_gpu(*arguments):
     return [a.to("cuda") if isinstance(a, (torch.Tensor, PackedTensor)) else a for a in arguments]
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("fmt", FORMATS_HERE)
+def in_dtypes(*formats: str):
+    """Every format in bfloat16, and one in all: each pair is compiled, for every tile."""
+    pairs = [*((fmt, torch.bfloat16) for fmt in formats), ("mxfp4", torch.float32), ("mxfp4", torch.float16)]
+    return pytest.mark.parametrize("fmt, dtype", pairs, ids=[f"{fmt}-{dtype}" for fmt, dtype in pairs])
+
+
+@in_dtypes(*FORMATS_HERE)
 @pytest.mark.parametrize("shape", LINEAR)
 def test_linear(shape, fmt, dtype, ops):
     t, segments, k = LINEAR[shape]
@@ -72,8 +77,7 @@ def test_linear(shape, fmt, dtype, ops):
     assert worst_tile(y, linear64(x, decode64(w), bias)) < tolerance(dtype, k)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("fmt", [*FORMATS_HERE, "bf16"])
+@in_dtypes(*FORMATS_HERE, "bf16")
 @pytest.mark.parametrize("case", {**MOE, **LARGER})
 def test_moe(case, fmt, dtype, ops):
     case = {**MOE, **LARGER}[case]
@@ -210,7 +214,7 @@ def test_products_of_activations(shape, act):
     weight, out = operand(w.to("cuda")), torch.full((t, sum(segments)), torch.nan, dtype=x.dtype, device="cuda")
     made, launch = quantizing(x.cuda(), act)
     chip = chip_of(out.device)
-    tile = replace(tile_for(chip, problem_of(weight, t, act)), split=split)
+    tile = replace(tile_for(chip, problem_of(weight, t, x.dtype, act)), split=split)
     for run in (launch, *product(chip, made, weight, out, tile, Epilogue())):
         run.run()
     assert worst_tile(out.cpu(), expected(x, w, act)) < tolerance(torch.bfloat16, k)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from tests.kernels.reference import random_packed
 from torch import Tensor
 
 from tutel_pack.formats import FORMATS, PackedTensor
+from tutel_pack.kernels import torch_backend
 from tutel_pack.kernels.ops import ACTS
 from tutel_pack.kernels.triton import backend, chips
 from tutel_pack.kernels.triton.launch import Launch
@@ -298,7 +301,7 @@ def generated(recorded: bool) -> tuple[list[list[int]], list[int]]:
     """Run by a worker: the tokens of four prompts, of which one is much longer; and the sizes of steps."""
     decoder, sizes = small_decoder("delta net"), []
 
-    def record(run, pool):
+    def record(run, pool, stream):
         sizes.append(len(run()))
         with NoHost():
             run()
@@ -353,7 +356,7 @@ def test_other_backends_are_not_recorded(caplog):
 def test_a_step_that_cannot_be_recorded_is_tried_once(caplog):
     decoder, tries = weightless(replace(KNOWN["Qwen3-30B-A3B"], layers=(LAYER,))), []
 
-    def refuse(run, pool):
+    def refuse(run, pool, stream):
         tries.append(run)
         raise HostNeeded("an operation needs the host")
 
@@ -364,7 +367,70 @@ def test_a_step_that_cannot_be_recorded_is_tried_once(caplog):
     assert len(tries) == 1 and caplog.text.count("decoding without graphs: an operation needs the host") == 1
 
 
+NET = Layer(DeltaNet(16, 32, 128, 128, 4, True), LAYER.mlp)
+
+
+@pytest.mark.parametrize("layer, recordings", [(LAYER, 1), (NET, 2)], ids=["tokens alone", "states"])
+def test_graphs_are_kept_until_states_move(layer, recordings, monkeypatch):
+    """Others then have a pool of their own, for torch closes one whose graphs are gone; the stream stays."""
+    decoder, calls = weightless(replace(KNOWN["Qwen3-30B-A3B"], layers=(layer,))), []
+    cache = decoder.new_cache(4)
+    monkeypatch.setattr(graphs, "Step", lambda *args: SimpleNamespace(run=None, fill=lambda *args: None))
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", object)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: object())
+    found = Graphs(on_a_gpu(decoder), lambda *args: calls.append(args) or (lambda: torch.zeros(1, 1)))
+    found.bind(cache, 2)
+    for _ in range(2):
+        found.forward([1], [0], [[2]], [cache.allocate_slot()])
+        found.forward([1], [0], [[2]], [0])
+        cache.allocate_slot()
+    assert len({pool for _, pool, _ in calls}) == len(calls) == recordings
+    assert len({stream for *_, stream in calls}) == 1
+
+
+def test_the_last_copies_are_waited_for():
+    """Buffers of the host may still be on their way to the device."""
+    decoder = weightless(replace(KNOWN["Qwen3-30B-A3B"], layers=(LAYER,)))
+    step, seen = Step(decoder, decoder.new_cache(4), 2, 2, spare=0), []
+    step._copied = SimpleNamespace(
+        synchronize=lambda: seen.append(("waited", step._host[0][0].tolist())),
+        record=lambda stream: seen.append(("copied", step._host[0][0].tolist())),
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "current_stream", lambda device: None)
+        step.fill([7, 8], [0, 0], [[1], [2]], [0, 0])
+    assert seen == [("waited", [0, 0]), ("copied", [7, 8])]
+
+
+def test_frequencies_stay_where_graphs_read_them():
+    ropes = [Rope(1e4 + i, 64) for i in range(100)]
+    kept = [torch_backend._frequencies_on(rope, torch.device("cpu")) for rope in ropes]
+    assert all(torch_backend._frequencies_on(rope, torch.device("cpu")) is f for rope, f in zip(ropes, kept))
+
+
 def test_the_recording_itself_waits_for_nothing():
     """As far as it can be tried without a GPU: what is to be recorded is run under NoHost before that."""
     with pytest.raises(HostNeeded, match="needs the host"):
-        graphs.record(lambda: torch.ones(1).sum().item(), None)
+        graphs.record(lambda: torch.ones(1).sum().item(), None, None)
+
+
+def test_a_recording_that_fails_gives_the_stream_back(monkeypatch):
+    """torch.cuda.graph, which ends by an exception, leaves its own stream the current one."""
+    streams = ["before"]
+
+    @contextmanager
+    def graph(made, pool, stream):
+        streams.append(stream)
+        yield
+        raise RuntimeError("operation failed due to a previous error during capture")
+
+    fakes = {
+        "device": nullcontext, "synchronize": lambda: None, "CUDAGraph": object, "graph": graph,
+        "current_stream": lambda: streams[-1], "set_stream": streams.append,
+    }  # fmt: skip
+    for name, fake in fakes.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    side = SimpleNamespace(device="cuda:1")
+    with pytest.raises(HostNeeded, match="the device's driver refuses it: operation failed"):
+        graphs.record(lambda: torch.ones(1), None, side)
+    assert streams == ["before", side, "before"]
