@@ -48,7 +48,7 @@ CASES = [
 @pytest.fixture(scope="module")
 def results(request) -> dict[tuple[str, str], Future[Compiled]]:
     """Of all cases that are to run, by two processes."""
-    items = [item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
+    items = [i for i in request.session.items if getattr(i, "originalname", "") == test_machine_code.__name__]
     wanted = dict.fromkeys((item.callspec.params["chip"], item.callspec.params["name"]) for item in items)
     with ProcessPoolExecutor(2, multiprocessing.get_context("spawn")) as pool:
         yield {case: pool.submit(compiled, *case) for case in wanted}
