@@ -154,7 +154,7 @@ class FakeModel:
     def __init__(self, folder: Path, decoder: FakeDecoder | None = None, tokenizer=None):
         self.artifact = SimpleNamespace(path=folder)
         self.decoder, self.tokenizer, self.path = decoder or FakeDecoder(), tokenizer, "native"
-        self.spec = self.decoder.spec
+        self.spec, self.device = self.decoder.spec, torch.device("cpu")
 
     def generate(self, prompts, **options):
         return generate(self, prompts, **options)

@@ -79,6 +79,14 @@ def test_the_answer_goes_to_standard_output_and_statistics_to_standard_error(art
     )
 
 
+def test_native_kernels_that_cannot_be_had_are_said(artifact, monkeypatch):
+    monkeypatch.setattr("tutel_pack.kernels.cpu.native.missing", lambda: "the library was not built")
+    note = "Note: torch's slower operations are used, for native kernels cannot be had: the library was not built."
+    assert note in tutel_run("generate", artifact, "Hi").stderr
+    assert note not in tutel_run("generate", artifact, "Hi", "--quiet").stderr
+    assert note not in tutel_run("generate", artifact, "Hi", "--backend", "torch").stderr
+
+
 def test_quiet_prints_the_answer_only(artifact):
     result = tutel_run("generate", artifact, "Hi", "--quiet")
     assert (result.stdout, result.stderr) == ("1 turns 🦙\n", "")
