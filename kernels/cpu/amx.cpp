@@ -2,6 +2,7 @@
 // these are exact for FP4 formats (but for nvfp4's global factor, which is applied to the products) and rounded once for
 // the others. Vectors of x are the columns of the second operand, whose rows are pairs of columns of the weight.
 #include "avx512.h"
+#include "prefill.h"
 #include "products.h"
 #include "transpose.h"
 
@@ -11,7 +12,7 @@ namespace {
 constexpr int TILE_ROWS = 16, STEP = 32;      // of a tile of weights: rows, and columns of bfloat16
 constexpr int TILE = TILE_ROWS * STEP;        // its items
 constexpr int64_t BAND = 2 * TILE_ROWS;       // rows worked on at a time
-constexpr int64_t CHUNK = 128;                // columns decoded at a time: 16 KB, a third of the first cache
+constexpr int64_t CHUNK = 128;                // columns decoded at a time: 8 KB of tiles, a sixth of the first cache
 
 // Tile registers: sums 0 … 3 (band half · 2 + vector half), weights 4 and 5, vectors 6 and 7.
 struct alignas(64) TileConfig {
@@ -403,10 +404,7 @@ int64_t vector_bytes(const tp_weight& w) {
 // 32 values of x from column `start` on as bfloat16, float32 rounded to it; zeros behind its end.
 __m512i load_rounded(const void* x, int32_t dtype, int64_t start, int64_t k) {
   if (dtype == TP_BFLOAT16) return load_words(static_cast<const uint16_t*>(x), start, k);
-  const int64_t n = k - start;
-  const auto first = [](int64_t left) { return static_cast<__mmask16>(left >= 16 ? 0xffff : left > 0 ? (1u << left) - 1 : 0); };
-  const float* values = static_cast<const float*>(x) + start;
-  const __m512 low = _mm512_maskz_loadu_ps(first(n), values), high = _mm512_maskz_loadu_ps(first(n - 16), values + 16);
+  const __m512 low = load_floats(x, dtype, start, k), high = load_floats(x, dtype, start + 16, k);
   return reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(high, low));
 }
 
@@ -437,7 +435,7 @@ void pack_tiles(const tp_weight& w, const void* const* xs, int count, int32_t fr
   });
 }
 
-constexpr Tiles TILES = {vector_bytes, pack_tiles, products_of_any};
+constexpr Tiles TILES = {vector_bytes, pack_tiles, products_of_any, attend_by_amx};
 
 }  // namespace
 

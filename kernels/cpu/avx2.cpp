@@ -36,12 +36,12 @@ struct Group {
 
 inline __m256 as_floats(__m256i v) { return _mm256_castsi256_ps(v); }
 
-struct E2m1Table {
+struct E2M1 {
   // Twice the elements, which are whole numbers; the scales are halved instead.
   static constexpr float unit = 0.5f;
   alignas(16) static constexpr int8_t value[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
 };
-struct Int4Table {
+struct INT4 {
   static constexpr float unit = 1.0f;
   alignas(16) static constexpr int8_t value[16] = {0, 1, 2, 3, 4, 5, 6, 7, -8, -7, -6, -5, -4, -3, -2, -1};
 };
@@ -146,16 +146,6 @@ struct Bf16 : Group {
 
   static constexpr int column(int i) { return i / 16 * 16 + i % 8 * 2 + i % 16 / 8; }
 };
-
-template <class Call>
-auto with_format(const tp_weight& w, Call&& call) {
-  switch (w.format) {
-    case TP_E2M1: return w.block_columns == 16 ? call(Nibbles<E2m1Table, 16>{}) : call(Nibbles<E2m1Table, 32>{});
-    case TP_INT4: return call(Nibbles<Int4Table, 32>{});
-    case TP_E4M3: return call(Fp8{});
-    default: return call(Bf16{});
-  }
-}
 
 }  // namespace
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -298,13 +298,18 @@ def _made_for(q: Tensor, keys: Tensor, rotation: tuple[Tensor, Tensor] | None) -
 
 
 def dense(x: Tensor, dense: Dense) -> Tensor | None:
-    if dense not in _layers:
-        _layers[dense] = _describe_dense(dense)
-    place, dtype = _layers[dense], _DTYPES.get(x.dtype)
+    return _whole(_dense, _describe_dense, dense, x)
+
+
+def _whole(function: Callable, describe: Callable, parts: Dense | Experts, x: Tensor) -> Tensor | None:
+    """What a feed-forward block makes of x; None where one of its parts has no kernel."""
+    if parts not in _layers:
+        _layers[parts] = describe(parts)
+    place, dtype = _layers[parts], _DTYPES.get(x.dtype)
     if place is None or dtype is None:
         return None
     x, out = x.contiguous(), torch.empty_like(x, memory_format=torch.contiguous_format)
-    _check(_dense(ctypes.addressof(place), x.data_ptr(), x.shape[0], dtype, out.data_ptr()))
+    _check(function(ctypes.addressof(place), x.data_ptr(), x.shape[0], dtype, out.data_ptr()))
     return out
 
 
@@ -337,14 +342,7 @@ def _vector(x: Tensor | None) -> native.Vector:
 
 
 def routed(x: Tensor, experts: Experts) -> Tensor | None:
-    if experts not in _layers:
-        _layers[experts] = _describe_experts(experts)
-    place, dtype = _layers[experts], _DTYPES.get(x.dtype)
-    if place is None or dtype is None:
-        return None
-    x, out = x.contiguous(), torch.empty_like(x)
-    _check(_routed(ctypes.addressof(place), x.data_ptr(), x.shape[0], dtype, out.data_ptr()))
-    return out
+    return _whole(_routed, _describe_experts, experts, x)
 
 
 def _describe_experts(e: Experts) -> native.Experts | None:

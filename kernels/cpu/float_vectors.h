@@ -1,5 +1,17 @@
-// The functions of an Isa whose packed vectors are float32, included inside its namespace behind `with_format`.
+// The functions of an Isa whose packed vectors are float32, included inside its namespace behind its formats: Nibbles (with
+// tables E2M1 and INT4), Fp8 and Bf16.
 namespace {
+
+// Calls call(F{}) for the format F of a weight.
+template <class Call>
+auto with_format(const tp_weight& w, Call&& call) {
+  switch (w.format) {
+    case TP_E2M1: return w.block_columns == 16 ? call(Nibbles<E2M1, 16>{}) : call(Nibbles<E2M1, 32>{});
+    case TP_INT4: return call(Nibbles<INT4, 32>{});
+    case TP_E4M3: return call(Fp8{});
+    default: return call(Bf16{});
+  }
+}
 
 int64_t packed_bytes(const tp_weight& w) {
   return with_format(w, [&](auto f) { return groups<decltype(f)>(w) * decltype(f)::group * int64_t{sizeof(float)}; });

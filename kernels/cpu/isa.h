@@ -8,13 +8,17 @@
 
 #include "weight.h"
 
+struct tp_attention;
+
 namespace tp {
+
+struct QueryBlock;
 
 struct Activation {
   float limit, alpha, shift;  // as spec.ClampedSwiglu; limit 0 means plain swiglu
 };
 
-// Products by a matrix unit, for many vectors of bfloat16. Blocks of up to 16 vectors are packed together.
+// What a matrix unit does, in bfloat16. Products are for many vectors; blocks of up to 16 of them are packed together.
 struct Tiles {
   // A block of `count` vectors takes count · vector_bytes.
   int64_t (*vector_bytes)(const tp_weight& w);
@@ -24,6 +28,10 @@ struct Tiles {
   // blocks and a last one that may be smaller.
   void (*products)(const Matrix& w, int64_t first, int64_t last, const void* packed, int64_t vectors, float* out,
                    int64_t stride);
+
+  // Attention of a block of queries, see prefill.h: by the calling thread, in its scratch memory.
+  void (*attend)(const tp_attention& a, const QueryBlock& block, const uint16_t* q, const uint16_t* keys,
+                 const uint16_t* values, uint16_t* out);
 };
 
 constexpr int64_t ATTEND = 32, ATTEND_WIDTH = 576, ATTEND_QUERIES = 32;  // rows, values and queries at most

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from tutel_pack.errors import InputError
-from tutel_pack.formats import PackedTensor
+from tutel_pack.formats import FORMATS, PackedTensor
 from tutel_pack.spec import Moe
 
 LIBRARY = Path(os.environ.get("TUTEL_PACK_CPU_LIBRARY") or Path(__file__).resolve().parent / "libtutel_pack_cpu.so")
@@ -133,7 +133,6 @@ class Weight(ctypes.Structure):
 
 
 _FORMATS = {"mxfp4": 0, "nvfp4": 0, "int4": 1, "fp8": 2, "bf16": 3}
-_WIDTHS = {"mxfp4": 32, "nvfp4": 16, "int4": 32}
 _E8M0 = torch.uint8
 _SCALES = {None: 0, torch.float32: 1, _E8M0: 2, torch.float8_e4m3fn: 3, torch.bfloat16: 4}
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
@@ -155,7 +154,7 @@ def describe(w: Tensor | PackedTensor) -> Weight | None:
         return None
     if name == "fp8" and block[1] < k and block[1] % 32:
         return None
-    if name in _WIDTHS and block != (1, _WIDTHS[name]):
+    if name in ("mxfp4", "nvfp4", "int4") and block != FORMATS[name].block:
         return None
     experts = w.shape[0] if len(w.shape) == 3 else 1
     rows = (_I64 * len(segments))(*segments)

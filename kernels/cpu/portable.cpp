@@ -98,17 +98,6 @@ struct Bf16 : Group<32>, Bytes<64> {
   }
 };
 
-// Calls f.operator()<F>() for the format F of a weight.
-template <class Call>
-auto with_format(const tp_weight& w, Call&& call) {
-  switch (w.format) {
-    case TP_E2M1: return w.block_columns == 16 ? call(Nibbles<E2M1, 16>{}) : call(Nibbles<E2M1, 32>{});
-    case TP_INT4: return call(Nibbles<INT4, 32>{});
-    case TP_E4M3: return call(Fp8{});
-    default: return call(Bf16{});
-  }
-}
-
 }  // namespace
 
 #include "float_vectors.h"

@@ -11,17 +11,6 @@
 namespace tp {
 namespace {
 
-using Kernel = void (*)(const tp_attention& a, const QueryBlock& block, const uint16_t* q, const uint16_t* keys,
-                        const uint16_t* values, uint16_t* out);
-
-Kernel kernel(int32_t dtype) {
-#ifdef __x86_64__
-  if (&isa() == &amx_isa && dtype == TP_BFLOAT16) return attend_by_amx;
-#endif
-  (void)dtype;
-  return nullptr;
-}
-
 // Tokens of a block: so many that packing keys costs little, so few that the sums of its queries stay in the second
 // cache, and that every thread has several blocks.
 int64_t tokens_at_a_time(const tp_attention& a, const tp_layout& layout) {
@@ -59,15 +48,15 @@ std::vector<QueryBlock> blocks(const tp_attention& a, const tp_layout& layout, i
 
 bool prefill(const tp_attention& a, const tp_layout& layout, const void* q, const void* keys, const void* values,
              void* out) {
-  const Kernel attend = kernel(a.dtype);
-  if (!attend || a.cached != a.dtype || a.value_width != a.width) return false;
+  const Tiles* tiles = isa().tiles;
+  if (!tiles || a.dtype != TP_BFLOAT16 || a.cached != a.dtype || a.value_width != a.width) return false;
   if (!(a.scale > 0)) return false;  // the largest product is taken for the largest logit
   const auto work = blocks(a, layout, tokens_at_a_time(a, layout));
   std::atomic<size_t> next{0};
   run([&](const Member&) {
     for (size_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < work.size();) {
-      attend(a, work[i], static_cast<const uint16_t*>(q), static_cast<const uint16_t*>(keys),
-             static_cast<const uint16_t*>(values), static_cast<uint16_t*>(out));
+      tiles->attend(a, work[i], static_cast<const uint16_t*>(q), static_cast<const uint16_t*>(keys),
+                    static_cast<const uint16_t*>(values), static_cast<uint16_t*>(out));
     }
   });
   return true;

@@ -16,10 +16,8 @@ struct QueryBlock {
 bool prefill(const tp_attention& a, const tp_layout& layout, const void* q, const void* keys, const void* values,
              void* out);
 
-#ifdef __x86_64__
-// One block by AMX tiles, in bfloat16: by the calling thread, in its scratch memory.
+// Tiles::attend by AMX.
 void attend_by_amx(const tp_attention& a, const QueryBlock& block, const uint16_t* q, const uint16_t* keys,
                    const uint16_t* values, uint16_t* out);
-#endif
 
 }  // namespace tp

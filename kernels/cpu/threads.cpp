@@ -42,10 +42,12 @@ int cgroup_limit() {
   return quota > 0 && period > 0 ? static_cast<int>((quota + period - 1) / period) : 0;
 }
 
+constexpr long MOST = 1024;  // as in kernels/threads.py
+
 int default_threads() {
   if (const char* wanted = std::getenv("OMP_NUM_THREADS")) {
     const long n = std::strtol(wanted, nullptr, 10);
-    if (n > 0) return static_cast<int>(std::min(n, 1024l));
+    if (n > 0) return static_cast<int>(std::min(n, MOST));
   }
   cpu_set_t set;
   int n = sched_getaffinity(0, sizeof set, &set) == 0 ? CPU_COUNT(&set) : 1;

@@ -30,7 +30,7 @@ CASES = {
 @pytest.fixture(params=native.available())
 def instruction_set(request):
     native.select(request.param)
-    yield
+    yield request.param
     native.select(None)
 
 

@@ -10,6 +10,7 @@ import torch
 from tests.kernels import test_attention
 from tests.kernels.reference import worst_tile
 from tests.kernels.test_attention import Case
+from tests.kernels.test_cpu_attention import instruction_set, threads  # noqa: F401
 
 from tutel_pack.kernels import torch_backend
 from tutel_pack.kernels.cpu import native
@@ -34,13 +35,6 @@ CASES = {
 GROWTH = {"none": 0.0, "slow": 0.05, "fast": 1.0}
 
 
-@pytest.fixture(params=native.available())
-def instruction_set(request):
-    native.select(request.param)
-    yield request.param
-    native.select(None)
-
-
 @pytest.fixture
 def amx():
     if "amx" not in native.available():
@@ -48,14 +42,6 @@ def amx():
     native.select("amx")
     yield
     native.select(None)
-
-
-@pytest.fixture(params=[1, 3])
-def threads(request):
-    before = native.threads()
-    native.set_threads(request.param)
-    yield
-    native.set_threads(before)
 
 
 @pytest.fixture
