@@ -134,7 +134,7 @@ struct Exponents : Nibbles<E2m1Table, 32>, FourCodes {
     const uint8_t* codes = w.scale + grid_row * n;
     __mmask32 nan = 0;
     for (int64_t i = 0; i < n; i += 32) {
-      const __mmask32 left = static_cast<__mmask32>(first_bytes(n - i < 32 ? n - i : 32));
+      const __mmask32 left = static_cast<__mmask32>(first_bytes(n - i));
       __m256i code = _mm256_maskz_loadu_epi8(left, codes + i);
       nan |= _mm256_cmpeq_epi8_mask(code, _mm256_set1_epi8(-1));
       code = _mm256_min_epu8(_mm256_max_epu8(code, _mm256_set1_epi8(2)), _mm256_set1_epi8(static_cast<char>(252)));
@@ -179,7 +179,7 @@ struct Significands : Nibbles<E2m1Table, 16>, FourCodes {
     const uint8_t* codes = w.scale + grid_row * n;
     __mmask64 nan = 0;
     for (int64_t i = 0; i < n; i += 64, out += 128) {
-      const __m512i code = _mm512_maskz_loadu_epi8(first_bytes(n - i < 64 ? n - i : 64), codes + i);
+      const __m512i code = _mm512_maskz_loadu_epi8(first_bytes(n - i), codes + i);
       const __m512i size = _mm512_and_si512(code, _mm512_set1_epi8(0x7f));
       nan |= _mm512_cmpeq_epi8_mask(size, _mm512_set1_epi8(0x7f));
       __m512i a[2], b[2];
@@ -241,8 +241,9 @@ struct Band {
   float factor[BAND];
   const uint8_t* data = nullptr;
   int64_t rows = 0;
-  Matrix::Place place{0, 0, 0};
+  Matrix::Place place{};
   int64_t read = 0;  // rows of scales
+  bool numbers = true;
 
   Band(const Matrix& matrix, int64_t chunk_groups)
       : w(matrix),
@@ -259,14 +260,14 @@ struct Band {
   void start(int64_t row, int64_t count) {
     rows = count;
     data = w.data + row * w.w->row_bytes;
+    const bool by_row = w.has_scales_by_row();
     for (int64_t r = 0; r < count; r++) {
-      if (row + r >= place.end) {
-        place = w.place(row + r);
-        const bool numbers = T::read(w, place.grid_row, scales + ++read % (BAND + 1) * scale_items);
-        if (!numbers) place.global = __builtin_nanf("");
-      }
+      const bool next = row + r >= place.end;
+      if (next) place = w.place(row + r);
+      const int64_t grid_row = place.grid_row + (by_row ? row + r - place.first : 0);
+      if (by_row || next) numbers = T::read(w, grid_row, scales + ++read % (BAND + 1) * scale_items);
       row_scales[r] = scales + read % (BAND + 1) * scale_items;
-      factor[r] = place.global;
+      factor[r] = numbers ? place.global : __builtin_nanf("");
     }
     for (int64_t r = count; r < BAND; r++) factor[r] = 0;
   }

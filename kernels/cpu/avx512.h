@@ -10,7 +10,7 @@
 namespace tp {
 namespace {
 
-inline __mmask64 first_bytes(int64_t n) { return n > 0 ? _bzhi_u64(~0ull, static_cast<unsigned>(n)) : 0; }
+inline __mmask64 first_bytes(int64_t n) { return n > 0 ? _bzhi_u64(~0ull, static_cast<unsigned>(n < 64 ? n : 64)) : 0; }
 
 inline __m512 even(__m512i v) { return _mm512_castsi512_ps(_mm512_slli_epi32(v, 16)); }
 inline __m512 odd(__m512i v) { return _mm512_castsi512_ps(_mm512_and_si512(v, _mm512_set1_epi32(-65536))); }
@@ -46,9 +46,11 @@ struct Group {
 };
 
 struct E2m1Table {
+  static constexpr tp_scale scale(int span) { return span == 16 ? TP_SCALE_E4M3 : TP_SCALE_E8M0; }
   alignas(64) static constexpr float value[16] = {0, .5f, 1, 1.5f, 2, 3, 4, 6, -0.f, -.5f, -1, -1.5f, -2, -3, -4, -6};
 };
 struct Int4Table {
+  static constexpr tp_scale scale(int) { return TP_SCALE_BF16; }
   alignas(64) static constexpr float value[16] = {0, 1, 2, 3, 4, 5, 6, 7, -8, -7, -6, -5, -4, -3, -2, -1};
 };
 
@@ -111,29 +113,36 @@ inline void decode_e4m3(__m512i codes, __m512i (&words)[2]) {
   look_up(E4M3_WORDS, codes, _mm512_and_si512(codes, _mm512_set1_epi8(static_cast<char>(0x80))), words);
 }
 
-// A row of scales as bfloat16, which holds all types of scales but float32 exactly. Whole vectors are written.
-inline void read_words(const Matrix& m, int64_t grid_row, uint16_t* out) {
-  const int64_t n = m.w->grid_columns;
-  const uint8_t* bytes = m.scale + grid_row * n * Matrix::scale_bytes(m.w->scale_type);
+// A row of n scales as bfloat16, which holds exactly what a type of scales can be. Whole vectors are written.
+template <tp_scale TYPE>
+void to_words(const uint8_t* scales, int64_t n, uint16_t* out);
+
+template <>
+inline void to_words<TP_SCALE_E8M0>(const uint8_t* scales, int64_t n, uint16_t* out) {
   for (int64_t i = 0; i < n; i += 32) {
-    if (m.w->scale_type == TP_SCALE_E8M0) {
-      const __m256i codes = _mm256_maskz_loadu_epi8(static_cast<__mmask32>(first_bytes(n - i < 32 ? n - i : 32)), bytes + i);
-      __m512i words = _mm512_slli_epi16(_mm512_cvtepu8_epi16(codes), 7);
-      words = _mm512_mask_mov_epi16(words, _mm256_testn_epi8_mask(codes, codes), _mm512_set1_epi16(0x0040));
-      words = _mm512_mask_mov_epi16(words, _mm256_cmpeq_epi8_mask(codes, _mm256_set1_epi8(-1)), _mm512_set1_epi16(0x7fc0));
-      _mm512_storeu_si512(out + i, words);
-    } else if (m.w->scale_type == TP_SCALE_BF16) {
-      const __mmask32 left = n - i >= 32 ? ~0u : _bzhi_u32(~0u, static_cast<unsigned>(n - i));
-      _mm512_storeu_si512(out + i, _mm512_maskz_loadu_epi16(left, bytes + 2 * i));
-    } else {
-      __m512i words[2];
-      decode_e4m3(_mm512_maskz_loadu_epi8(first_bytes(n - i < 64 ? n - i : 64), bytes + i), words);
-      const __m512i order = _mm512_set_epi64(11, 10, 3, 2, 9, 8, 1, 0);
-      _mm512_storeu_si512(out + i, _mm512_permutex2var_epi64(words[0], order, words[1]));
-      i += 32;
-      _mm512_storeu_si512(out + i, _mm512_permutex2var_epi64(words[0], _mm512_add_epi64(order, _mm512_set1_epi64(4)), words[1]));
-    }
+    const __m256i codes = _mm256_maskz_loadu_epi8(static_cast<__mmask32>(first_bytes(n - i)), scales + i);
+    __m512i words = _mm512_slli_epi16(_mm512_cvtepu8_epi16(codes), 7);
+    words = _mm512_mask_mov_epi16(words, _mm256_testn_epi8_mask(codes, codes), _mm512_set1_epi16(0x0040));
+    words = _mm512_mask_mov_epi16(words, _mm256_cmpeq_epi8_mask(codes, _mm256_set1_epi8(-1)), _mm512_set1_epi16(0x7fc0));
+    _mm512_storeu_si512(out + i, words);
   }
+}
+
+template <>
+inline void to_words<TP_SCALE_E4M3>(const uint8_t* scales, int64_t n, uint16_t* out) {
+  const __m512i order = _mm512_set_epi64(11, 10, 3, 2, 9, 8, 1, 0);
+  for (int64_t i = 0; i < n; i += 64) {
+    __m512i words[2];
+    decode_e4m3(_mm512_maskz_loadu_epi8(first_bytes(n - i), scales + i), words);
+    _mm512_storeu_si512(out + i, _mm512_permutex2var_epi64(words[0], order, words[1]));
+    const __m512i after = _mm512_add_epi64(order, _mm512_set1_epi64(4));
+    _mm512_storeu_si512(out + i + 32, _mm512_permutex2var_epi64(words[0], after, words[1]));
+  }
+}
+
+template <>
+inline void to_words<TP_SCALE_BF16>(const uint8_t* scales, int64_t n, uint16_t* out) {
+  std::memcpy(out, scales, n * sizeof *out);
 }
 
 // Each 32-bit word holds eight codes, of columns 8 · i … 8 · i + 7 for word i. The look-up takes the lowest four bits of
@@ -166,7 +175,11 @@ struct Nibbles : Group<4> {
     return e;
   }
 
-  static void read(const Matrix& w, int64_t grid_row, Item* out) { read_words(w, grid_row, out); }
+  static void read(const Matrix& w, int64_t grid_row, Item* out) {
+    constexpr tp_scale type = TABLE::scale(SPAN);
+    const int64_t n = w.w->grid_columns;
+    to_words<type>(w.scale + grid_row * n * Matrix::scale_bytes(type), n, out);
+  }
 
   // Lane i of a sum has columns 8 · i … 8 · i + 7. A bfloat16 is the high half of a float32.
   static __m512 scale(const Item* scales) {

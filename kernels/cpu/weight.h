@@ -49,24 +49,28 @@ struct Matrix {
 
   static int64_t scale_bytes(int32_t type) { return type == TP_SCALE_F32 ? 4 : type == TP_SCALE_BF16 ? 2 : type ? 1 : 0; }
 
-  // Rows from `row` to `end` share a row of scales and a global factor.
+  // Rows first … end − 1 of a segment share a global factor, and a row of scales unless each has its own.
   struct Place {
-    int64_t grid_row, end;
+    int64_t first, end, grid_row;
     float global;
   };
+
+  bool has_scales_by_row() const { return w->block_rows == 1; }
 
   Place place(int64_t row) const {
     int64_t start = 0, grid = 0;
     for (int32_t s = 0; s < w->segment_count; s++) {
-      const int64_t rows = w->segments[s];
-      if (row < start + rows) {
-        const int64_t block = (row - start) / w->block_rows, end = start + (block + 1) * w->block_rows;
-        return {grid + block, end < start + rows ? end : start + rows, global ? global[s] : 1.0f};
+      const int64_t end = start + w->segments[s];
+      const float factor = global ? global[s] : 1.0f;
+      if (row < end && has_scales_by_row()) return {start, end, grid, factor};
+      if (row < end) {
+        const int64_t block = (row - start) / w->block_rows, first = start + block * w->block_rows;
+        return {first, first + w->block_rows < end ? first + w->block_rows : end, grid + block, factor};
       }
-      start += rows;
-      grid += ceil_div(rows, w->block_rows);
+      start = end;
+      grid += ceil_div(w->segments[s], w->block_rows);
     }
-    return {0, 0, 0.0f};  // not reached: rows are checked by the caller
+    return {0, 0, 0, 0.0f};  // not reached: rows are checked by the caller
   }
 };
 
