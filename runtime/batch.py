@@ -9,6 +9,10 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+STEP_TOKENS = 4096
+"""New tokens of one step at most: what bounds the memory of activations, and how long others wait for a long prompt.
+Fewer cost more each: a weight of an expert is decoded for all of a step's tokens at once."""
+
 
 @dataclass(frozen=True)
 class Batch:

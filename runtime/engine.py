@@ -18,14 +18,12 @@ import torch
 
 from tutel_pack.errors import InputError, ResourceError
 from tutel_pack.runtime import chat as chat_template
-from tutel_pack.runtime.batch import Batch
+from tutel_pack.runtime.batch import STEP_TOKENS, Batch
 from tutel_pack.runtime.defaults import end_tokens, sampling_params
 from tutel_pack.runtime.graphs import Graphs
 from tutel_pack.runtime.sampling import Sampler, SamplingParams, sample
 from tutel_pack.runtime.text import TextStream, encode
 
-STEP_TOKENS = 2048
-"""New tokens of one step at most: what bounds activations, and how long others wait for a long prompt."""
 MAX_ACTIVE = 64
 """Sequences in the batch at most; more of them wait."""
 HEADROOM = 1024

@@ -16,7 +16,7 @@ from tutel_pack.artifact import Artifact
 from tutel_pack.errors import InputError, ResourceError
 from tutel_pack.kernels.ops import ACTS, Weight
 from tutel_pack.kernels.threads import MOST, set_threads
-from tutel_pack.runtime.batch import Batch
+from tutel_pack.runtime.batch import STEP_TOKENS, Batch
 from tutel_pack.runtime.decoder import Decoder
 from tutel_pack.runtime.general import GeneralDecoder
 from tutel_pack.runtime.residence import resident
@@ -24,9 +24,6 @@ from tutel_pack.spec import GENERAL, General, ModelSpec
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 """What can be computed in."""
-
-_STEP_TOKENS = 2048
-"""Tokens of one pass through the layers: what bounds the memory that activations take."""
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 
@@ -187,7 +184,7 @@ class PackedModel:
             return logits
         cache = self.decoder.new_cache(rows, block_size=length)
         tables, slots = [cache.allocate(1) for _ in range(rows)], [cache.allocate_slot() for _ in range(rows)]
-        step = max(1, _STEP_TOKENS // rows)
+        step = max(1, STEP_TOKENS // rows)
         for start in range(0, length, step):
             new = input_ids[:, start : start + step].tolist()
             batch = Batch.build(new, [start] * rows, tables, self.device, all_rows=True, slots=slots)

@@ -14,17 +14,19 @@ constexpr int TILE = TILE_ROWS * STEP;        // its items
 constexpr int64_t BAND = 2 * TILE_ROWS;       // rows worked on at a time
 constexpr int64_t CHUNK = 128;                // columns decoded at a time: 8 KB of tiles, a sixth of the first cache
 
-// Tile registers: sums 0 … 3 (band half · 2 + vector half), weights 4 and 5, vectors 6 and 7.
+// Tile registers: sums 0 … 3 (band half · 2 + vector half), weights 4 and 5, vectors 6 and 7. All have columns for the
+// same number of vectors, for another configuration takes as long as a dozen products: what a smaller block's tile has in
+// other columns are items behind the block's, and so are sums, which are not looked at.
 struct alignas(64) TileConfig {
   uint8_t palette = 1, start_row = 0, reserved[14] = {};
   uint16_t bytes[16] = {};
   uint8_t rows[16] = {};
 
-  TileConfig(int64_t first, int64_t second) {
-    for (int t = 0; t < 8; t++) rows[t] = TILE_ROWS;
-    bytes[4] = bytes[5] = 64;
-    bytes[0] = bytes[2] = bytes[6] = static_cast<uint16_t>(4 * first);
-    bytes[1] = bytes[3] = bytes[7] = static_cast<uint16_t>(4 * (second ? second : first));
+  explicit TileConfig(int64_t vectors) {
+    for (int t = 0; t < 8; t++) {
+      rows[t] = TILE_ROWS;
+      bytes[t] = t == 4 || t == 5 ? 64 : static_cast<uint16_t>(4 * vectors);
+    }
   }
 
   // gcc 12's own intrinsic does not say that it reads memory.
@@ -364,7 +366,7 @@ void products(const Matrix& w, int64_t first, int64_t last, const uint16_t* pack
   const int64_t chunk = wide / T::group < all ? wide / T::group : all;
   Band<T> band(w, chunk);
   float* sums = static_cast<float*>(scratch(SLOT_SUMS, ceil_div(vectors, PAIR) * SUMS * sizeof(float)));
-  int64_t configured0 = -1, configured1 = -1;
+  TileConfig(vectors < TILE_ROWS ? vectors : TILE_ROWS).load();
   for (int64_t row = first; row < last; row += BAND) {
     band.start(row, last - row < BAND ? last - row : BAND);
     for (int64_t g = 0; g < all; g += chunk) {
@@ -374,10 +376,6 @@ void products(const Matrix& w, int64_t first, int64_t last, const uint16_t* pack
       for (int64_t v = 0; v < vectors; v += PAIR) {
         const int64_t left = vectors - v, c0 = left < 16 ? left : 16, c1 = left < 32 ? left - c0 : 16;
         float* kept = sums + v / PAIR * SUMS;
-        if (c0 != configured0 || c1 != configured1) {
-          TileConfig(c0, c1).load();
-          configured0 = c0, configured1 = c1;
-        }
         if (g == 0) clear_sums();
         else if (vectors > PAIR) load_sums(kept);
         const uint16_t *x0 = packed + v * padded + g * T::group * c0, *x1 = packed + (v + 16) * padded + g * T::group * c1;

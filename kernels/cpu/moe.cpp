@@ -57,24 +57,23 @@ void Moe::for_parts(const Member& me, int64_t rows, Work&& work) const {
   }
 }
 
-void Moe::gate_and_up(const Part& part, const Packed& x, float* inner) const {
+// inner [slots, i] is of `dtype`.
+void Moe::gate_and_up(const Part& part, const Packed& x, int32_t dtype, void* inner) const {
   const Run& run = *part.run;
   const int64_t half = down_.k, rows = rows_at_a_time(run.count);
   const Matrix matrix(gate_up_, run.expert);
-  float* gate = static_cast<float*>(scratch(SLOT_PRODUCTS, (2 * run.count + 2) * rows * sizeof(float)));
-  float *up = gate + run.count * rows, *gate_bias = up + run.count * rows, *up_bias = gate_bias + rows;
+  float* gate = static_cast<float*>(scratch(SLOT_PRODUCTS, (2 * run.count + 1) * rows * sizeof(float)));
+  float *up = gate + run.count * rows, *bias = up + run.count * rows;
   for (int64_t row = part.first; row < part.last; row += rows) {
-    const int64_t n = std::min(rows, part.last - row), bias = run.expert * 2 * half + row;
-    x.products(matrix, row, row + n, &token_of_[run.first], run.first, run.count, gate, rows);
-    x.products(matrix, half + row, half + row + n, &token_of_[run.first], run.first, run.count, up, rows);
-    load_bias(gate_up_bias_, bias, n, gate_bias);
-    load_bias(gate_up_bias_, bias + half, n, up_bias);
+    const int64_t n = std::min(rows, part.last - row);
+    for (int64_t first : {row, half + row}) {
+      float* products = first == row ? gate : up;
+      x.products(matrix, first, first + n, &token_of_[run.first], run.first, run.count, products, rows);
+      add_bias(gate_up_bias_, run.expert * 2 * half + first, n, bias, run.count, products, rows);
+    }
     for (int64_t i = 0; i < run.count; i++) {
-      float *g = gate + i * rows, *u = up + i * rows;
-      isa().add_scaled(g, gate_bias, 1.0f, n);
-      isa().add_scaled(u, up_bias, 1.0f, n);
-      isa().activate(g, u, n, activation_);
-      std::copy(g, g + n, inner + (run.first + i) * half + row);
+      isa().activate(gate + i * rows, up + i * rows, n, activation_);
+      isa().store(gate + i * rows, dtype, at(inner, dtype, (run.first + i) * half + row), n);
     }
   }
 }
@@ -107,7 +106,8 @@ bool Moe::run(const void* x, const int64_t* ids, const float* weights, int64_t t
   const Packed packed(gate_up_, tiles ? slots : tokens, tiles, SLOT_PACKED);
   const Packed packed_inner(down_, slots, tiles_inner, SLOT_PACKED_INNER);
   const int64_t tile = std::clamp(PIECES / std::max<int64_t>(1, slots) / GRAIN * GRAIN, GRAIN, h + GRAIN);
-  float* inner = static_cast<float*>(scratch(SLOT_INNER, (slots * i + 1) * sizeof(float)));
+  const int32_t inner_dtype = tiles_inner ? TP_BFLOAT16 : TP_FLOAT;  // tiles take what is rounded
+  void* inner = scratch(SLOT_INNER, (slots * i + 1) * item_bytes(inner_dtype));
   float* pieces = static_cast<float*>(scratch(SLOT_PIECES, (slots * std::min(tile, h) + 1) * sizeof(float)));
 
   tp::run([&](const Member& me) {
@@ -119,9 +119,9 @@ bool Moe::run(const void* x, const int64_t* ids, const float* weights, int64_t t
       packed.pack(first, last, dtype, [&](int64_t t) { return at(x, dtype, t * h); });
     }
     me.barrier();
-    for_parts(me, i, [&](const Part& part) { gate_and_up(part, packed, inner); });
+    for_parts(me, i, [&](const Part& part) { gate_and_up(part, packed, inner_dtype, inner); });
     me.barrier();
-    pack_runs(me, packed_inner, TP_FLOAT, [&](int64_t p) { return inner + p * i; });
+    pack_runs(me, packed_inner, inner_dtype, [&](int64_t p) { return at(inner, inner_dtype, p * i); });
     for (int64_t row = 0; row < h; row += tile) {
       const int64_t rows = std::min(tile, h - row);
       me.barrier();
@@ -148,14 +148,12 @@ void Moe::pack_runs(const Member& me, const Packed& packed, int32_t from, X&& x)
 // Results of the rows of `part` behind `row`, of the `rows` that pieces [slots, rows] are kept of.
 void Moe::down(const Part& part, const Packed& inner, int64_t row, int64_t rows, float* pieces) const {
   const Run& run = *part.run;
-  const int64_t n = part.last - part.first;
   const Matrix matrix(down_, run.expert);
   float* piece = pieces + run.first * rows + part.first;
   inner.products(matrix, row + part.first, row + part.last, nullptr, run.first, run.count, piece, rows);
-  if (!down_bias_.data) return;
+  const int64_t n = part.last - part.first;
   float* bias = static_cast<float*>(scratch(SLOT_PRODUCTS, n * sizeof(float)));
-  load_bias(down_bias_, run.expert * down_.n + row + part.first, n, bias);
-  for (int64_t p = 0; p < run.count; p++) isa().add_scaled(piece + p * rows, bias, 1.0f, n);
+  add_bias(down_bias_, run.expert * down_.n + row + part.first, n, bias, run.count, piece, rows);
 }
 
 }  // namespace tp

@@ -34,7 +34,7 @@ class Moe {
   template <class X>
   void pack_runs(const Member& me, const Packed& packed, int32_t from, X&& x) const;
   void down(const Part& part, const Packed& inner, int64_t row, int64_t rows, float* pieces) const;
-  void gate_and_up(const Part& part, const Packed& x, float* inner) const;
+  void gate_and_up(const Part& part, const Packed& x, int32_t dtype, void* inner) const;
   void sum(const Member& me, const float* pieces, int64_t row, int64_t rows, int64_t stride, const float* weights,
            int32_t dtype, void* out) const;
 

@@ -6,9 +6,10 @@
 
 namespace tp {
 
-void load_bias(tp_vector bias, int64_t first, int64_t n, float* out) {
-  if (bias.data) isa().load(at(bias.data, bias.dtype, first), bias.dtype, out, n);
-  else std::fill(out, out + n, 0.0f);
+void add_bias(tp_vector bias, int64_t first, int64_t n, float* room, int64_t count, float* vectors, int64_t stride) {
+  if (!bias.data) return;
+  isa().load(at(bias.data, bias.dtype, first), bias.dtype, room, n);
+  for (int64_t i = 0; i < count; i++) isa().add_scaled(vectors + i * stride, room, 1.0f, n);
 }
 
 namespace {
@@ -36,11 +37,13 @@ bool tiles_are_right(const tp_weight& w, const void* x, int32_t dtype, int64_t n
   return exact && fits_bf16(static_cast<const float*>(x), n);
 }
 
+constexpr int64_t BEHIND = 64;  // bytes that the tiles of a last, smaller block may look at
+
 Packed::Packed(const tp_weight& w, int64_t n, bool tiles, Slot slot)
     : w_(w),
       tiles_(tiles),
       bytes_(tiles ? isa().tiles->vector_bytes(w) : isa().packed_bytes(w)),
-      data_(static_cast<char*>(scratch(slot, n * bytes_))) {}
+      data_(static_cast<char*>(scratch(slot, n * bytes_ + BEHIND))) {}
 
 void Packed::products(const Matrix& m, int64_t first, int64_t last, const int64_t* which, int64_t start, int64_t count,
                       float* out, int64_t stride) const {
@@ -70,9 +73,8 @@ void linear_part(const Packed& packed, const Matrix& m, int64_t first, int64_t l
   for (int64_t row = first; row < last; row += rows) {
     const int64_t n = std::min(rows, last - row);
     packed.products(m, row, row + n, nullptr, t, count, products, rows);
-    load_bias(bias, row, n, biases);
+    add_bias(bias, row, n, biases, count, products, rows);
     for (int64_t i = 0; i < count; i++) {
-      if (bias.data) isa().add_scaled(products + i * rows, biases, 1.0f, n);
       isa().store(products + i * rows, dtype, at(out, dtype, (t + i) * m.w->n + row), n);
     }
   }

@@ -29,8 +29,9 @@ inline const void* at(const void* x, int32_t dtype, int64_t item) {
 
 inline void* at(void* x, int32_t dtype, int64_t item) { return static_cast<char*>(x) + item * item_bytes(dtype); }
 
-// out[i] = the bias's items from `first` on; zeros where there is none.
-void load_bias(tp_vector bias, int64_t first, int64_t n, float* out);
+// Adds n items of a bias, from `first` on, to each of `count` vectors that lie `stride` apart; there may be none.
+// `room` [n] is for the bias in float32.
+void add_bias(tp_vector bias, int64_t first, int64_t n, float* room, int64_t count, float* vectors, int64_t stride);
 
 // Whether products with so many vectors are cheaper by tiles.
 bool tiles_pay(const tp_weight& w, int64_t vectors);

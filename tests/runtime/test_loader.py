@@ -50,7 +50,7 @@ def test_forward_gives_the_logits_of_transformers(pair, model):
 @pytest.mark.parametrize("tokens", [1, 7, 30])
 def test_forward_in_steps_is_forward_at_once(model, monkeypatch, tokens):
     at_once = model.forward(IDS)
-    monkeypatch.setattr(loader, "_STEP_TOKENS", tokens)
+    monkeypatch.setattr(loader, "STEP_TOKENS", tokens)
     assert torch.allclose(model.forward(IDS), at_once, atol=1e-5)
 
 
