@@ -276,20 +276,27 @@ struct Band {
 
   // Tiles of groups first … last − 1, those of a step for both halves of the band side by side.
   void decode(int64_t first, int64_t last) const {
-    const bool final = last == groups_;
-    for (int64_t r = 0; r < rows; r++) {
-      const uint8_t* p = data + r * w.w->row_bytes;
-      // The same columns of the next chunk, or the first ones of the next band.
-      const uint8_t* next = final ? p + BAND * w.w->row_bytes : p + last * T::bytes;
-      uint16_t* out = tiles + r / TILE_ROWS * TILE + r % TILE_ROWS * STEP;
-      for (int64_t g = first; g < last; g++) {
-        __builtin_prefetch(next + (g - first) * T::bytes);
-        const int64_t left = size - g * T::bytes;
-        const auto raw = left > T::bytes ? T::load(p + g * T::bytes) : T::load_part(p + g * T::bytes, left);
-        __m512i words[T::vectors];
-        T::decode(raw, row_scales[r] + g * ITEMS<T>, words);
-        for (int v = 0; v < T::vectors; v++, out += 2 * TILE) _mm512_store_si512(out, words[v]);
-      }
+    // The same columns of the next chunk, or the first ones of the next band.
+    const int64_t ahead = last == groups_ ? BAND * w.w->row_bytes - first * T::bytes : (last - first) * T::bytes;
+    for (int64_t g = first; g < last; g++) {
+      uint16_t* out = tiles + (g - first) * T::vectors * 2 * TILE;
+      const int64_t left = size - g * T::bytes;
+      if (left > T::bytes) decode_group(g, ahead, out, [](const uint8_t* p) { return T::load(p); });
+      else decode_group(g, ahead, out, [left](const uint8_t* p) { return T::load_part(p, left); });
+    }
+  }
+
+ private:
+  // A group's columns of all rows, which are rows of tiles.
+  template <class Load>
+  void decode_group(int64_t g, int64_t ahead, uint16_t* out, Load&& load) const {
+    const uint8_t* p = data + g * T::bytes;
+    for (int64_t r = 0; r < rows; r++, p += w.w->row_bytes, out += STEP) {
+      __builtin_prefetch(p + ahead);
+      __m512i words[T::vectors];
+      T::decode(load(p), row_scales[r] + g * ITEMS<T>, words);
+#pragma GCC unroll 4
+      for (int v = 0; v < T::vectors; v++) _mm512_store_si512(out + v * 2 * TILE, words[v]);
     }
   }
 };
