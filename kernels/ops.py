@@ -14,6 +14,7 @@ from functools import cached_property
 from importlib import import_module
 from importlib.util import find_spec
 from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,7 +31,7 @@ BACKENDS = {
 }
 """Name -> module, imported when chosen."""
 
-FUSED = ("linears", "attend", "dense", "routed", "layer")
+FUSED = ("linears", "attend", "dense", "routed", "layers")
 """Several operations in one call, which a backend need not have."""
 
 ACTS = {"fp8": "fp8", "mxfp8": "mxfp4", "nvfp4": "nvfp4"}
@@ -174,6 +175,18 @@ class Layer:
     eps: float
     attention: Grouped | Latent
     mlp: Experts | Dense
+
+
+class PlacedLayer(NamedTuple):
+    """A layer for the tokens of one step.
+
+    pools: keys and values as for `Ops.attend`, or entries as for `Ops.latent_attention`; what is new is stored in them.
+    rotation: None turns nothing.
+    """
+
+    layer: Layer
+    pools: Sequence[Tensor]
+    rotation: tuple[Tensor, Tensor] | None
 
 
 def get_ops(backend: str = "auto", device: torch.device | str = "cpu", act: str | None = None) -> Ops:
@@ -436,18 +449,13 @@ class Ops:
         shared, gate = self.dense(x, experts.shared), experts.shared_gate
         return shared if gate is None else shared * torch.sigmoid(self.linear(x, gate))
 
-    def layer(
-        self, x: Tensor, layer: Layer, pools: Sequence[Tensor], layout: Layout, rotation: tuple[Tensor, Tensor] | None
-    ) -> Tensor | None:
-        """x [T, H] -> [T, H] by all of a layer's operations at once; None where the backend leaves them to be done one
-        by one.
-
-        pools: keys and values as for `attend`, or entries as for `latent_attention`; what is new is stored in them.
-        rotation: None turns nothing.
-        """
-        _check(x.ndim == 2 and layer.input_norm.shape == x.shape[1:] and layout.slots.shape == x.shape[:1], "layer", x)
-        fused = self._fused["layer"]
-        return fused(x, layer, pools, layout, rotation) if fused and x.numel() else None
+    def layers(self, x: Tensor, layers: Sequence[PlacedLayer], layout: Layout) -> Tensor | None:
+        """x [T, H] -> [T, H] by all operations of layers that follow each other at once; None, and nothing is done, where
+        the backend leaves those of any of them to be done one by one."""
+        fits = x.ndim == 2 and layout.slots.shape == x.shape[:1]
+        _check(fits and all(part.layer.input_norm.shape == x.shape[1:] for part in layers), "layers", x)
+        fused = self._fused["layers"]
+        return fused(x, layers, layout) if fused and x.numel() else None
 
 
 def _check(fits: bool, op: str, *arguments: Weight | None) -> None:

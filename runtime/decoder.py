@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import groupby
 
 import torch
 from torch import Tensor
 
-from tutel_pack.kernels.ops import Layer, Layout, Ops, Weight, get_ops
+from tutel_pack.kernels.ops import Layer, Layout, Ops, PlacedLayer, Weight, get_ops
 from tutel_pack.runtime.attention import GroupedQueryAttention
 from tutel_pack.runtime.batch import Batch
 from tutel_pack.runtime.cache import PagedCache
@@ -16,7 +17,7 @@ from tutel_pack.runtime.mla import LatentAttention
 from tutel_pack.runtime.moe import DenseBlock, MoeBlock
 from tutel_pack.runtime.shared import Shared
 from tutel_pack.runtime.weights import Weights
-from tutel_pack.spec import Attention, DeltaNet, Mla, ModelSpec, Moe, Rope
+from tutel_pack.spec import Attention, DeltaNet, Mla, ModelSpec, Moe
 from tutel_pack.tensors import layer_names
 
 
@@ -45,7 +46,8 @@ class Decoder:
         self._ops = get_ops(backend, self.device, act)
         take = Weights(weights, spec, self.device, dtype)
         self._embedding = take("model.embed_tokens.weight")
-        self._layers = [_DecoderLayer(spec, i, take, self._ops) for i in range(len(spec.layers))]
+        layers = [_DecoderLayer(spec, i, take, self._ops) for i in range(len(spec.layers))]
+        self._runs = [list(run) for _, run in groupby(layers, lambda layer: layer.whole is not None)]
         self._norm = take.norm("model.norm.weight")
         self._head = self._embedding if spec.tied_head else take("lm_head.weight")
 
@@ -89,9 +91,21 @@ class Decoder:
         """[T, H], after the last norm."""
         rotations = Shared(positions, layout, self._ops)
         x = _scaled(self._ops.embedding(tokens, self._embedding, self.dtype), self.spec.embedding_scale)
-        for layer in self._layers:
-            x = layer(x, cache, layout, rotations)
+        for run in self._runs:
+            x = self._run(run, x, cache, layout, rotations)
         return self._ops.rms_norm(x, self._norm, self.spec.norm_eps)
+
+    def _run(
+        self, layers: list[_DecoderLayer], x: Tensor, cache: PagedCache, layout: Layout, rotations: Shared
+    ) -> Tensor:
+        """Layers that follow each other: at once if they can be."""
+        if layers[0].whole is not None:
+            done = self._ops.layers(x, [layer.placed(cache, rotations) for layer in layers], layout)
+            if done is not None:
+                return done
+        for layer in layers:
+            x = layer(x, cache, layout, rotations)
+        return x
 
     def _logits(self, x: Tensor) -> Tensor:
         # In float32: among logits rounded to bfloat16 the largest is often shared, and the choice then arbitrary.
@@ -99,7 +113,10 @@ class Decoder:
 
 
 class _DecoderLayer:
-    """x + scale · attention(norm(x)), then x + scale · feed-forward(norm(x))."""
+    """x + scale · attention(norm(x)), then x + scale · feed-forward(norm(x)).
+
+    whole: all of it for `Ops.layers`, None for one that has more to it.
+    """
 
     def __init__(self, model: ModelSpec, index: int, weights: Weights, ops: Ops):
         self._ops, self._eps, self._scale = ops, model.norm_eps, model.residual_scale
@@ -112,23 +129,19 @@ class _DecoderLayer:
         else:
             self._mlp = DenseBlock(spec.mlp, prefix + "mlp", weights, ops)
         self._index, self._rope = index, getattr(spec.attention, "rope", None)
-        self._whole = self._as_one() if self._scale == 1.0 else None
+        self.whole = self._as_one() if self._scale == 1.0 else None
 
     def _as_one(self) -> Layer | None:
-        """All of it for `Ops.layer`, None for one that has more to it."""
         attention = self._attention.whole
         if attention is None:
             return None
         return Layer(self._input_norm, self._post_norm, self._eps, attention, self._mlp.mlp)
 
-    def __call__(
-        self, x: Tensor, cache: PagedCache, layout: Layout, rotations: dict[Rope, tuple[Tensor, Tensor]]
-    ) -> Tensor:
-        if self._whole is not None:
-            pools, rotation = cache.tokens[self._index], rotations[self._rope] if self._rope else None
-            done = self._ops.layer(x, self._whole, list(pools.values()), layout, rotation)
-            if done is not None:
-                return done
+    def placed(self, cache: PagedCache, rotations: Shared) -> PlacedLayer:
+        rotation = rotations[self._rope] if self._rope else None
+        return PlacedLayer(self.whole, list(cache.tokens[self._index].values()), rotation)
+
+    def __call__(self, x: Tensor, cache: PagedCache, layout: Layout, rotations: Shared) -> Tensor:
         attended = self._attention(self._ops.rms_norm(x, self._input_norm, self._eps), cache, layout, rotations)
         x = x + _scaled(attended, self._scale)
         return x + _scaled(self._mlp(self._ops.rms_norm(x, self._post_norm, self._eps), layout.used), self._scale)

@@ -189,7 +189,8 @@ class Engine:
         if not ready:
             return []
         sequences = [batch[row][0] for row in ready]
-        tokens = sample(logits[ready], [s.sampler for s in sequences])
+        wanted = logits if len(ready) == len(batch) else logits[ready]
+        tokens = sample(wanted, [s.sampler for s in sequences])
         return [self._accept(s, token) for s, token in zip(sequences, tokens)]
 
     def _forward(self, batch: list[tuple[_Sequence, list[int]]]) -> torch.Tensor:

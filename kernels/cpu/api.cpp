@@ -104,7 +104,7 @@ using namespace tp;
 
 extern "C" {
 
-int32_t tp_interface() { return 5; }
+int32_t tp_interface() { return 6; }
 
 int32_t tp_select(const char* name) {
   const Available& all = available();
@@ -207,11 +207,13 @@ int32_t tp_routed(const tp_experts* experts, const void* x, int64_t tokens, int3
   return guarded([&] { return routed(*experts, x, tokens, dtype, out) ? TP_OK : TP_NO_SUCH_EXPERT; });
 }
 
-int32_t tp_layer_step(const tp_layer* l, const tp_layout* layout, void* x, int64_t tokens, const float* cosines,
-                      const float* sines, const int64_t* slots, void* pool, void* second_pool) {
+int32_t tp_layers(int64_t n, const tp_placed_layer* layers, const tp_layout* layout, void* x, int64_t tokens,
+                  const int64_t* slots) {
   return guarded([&] {
-    const Step step{*layout, tokens, cosines, sines, slots, {pool, second_pool}};
-    return layer(*l, step, x) ? TP_OK : TP_NO_SUCH_EXPERT;
+    for (int64_t i = 0; i < n; i++) {
+      if (!layer(layers[i], {*layout, tokens, slots}, x)) return TP_NO_SUCH_EXPERT;
+    }
+    return TP_OK;
   });
 }
 

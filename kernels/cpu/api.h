@@ -56,11 +56,11 @@ int32_t tp_prefill(const tp_attention* attention, const tp_layout* layout, const
 int32_t tp_attend_latents(const tp_latents* latents, const tp_layout* layout, const void* q, const void* entries,
                           const void* up, const int64_t* const* picks, int64_t top, void* out);
 
-// See Ops.dense, Ops.routed and Ops.layer.
+// See Ops.dense, Ops.routed and Ops.layers.
 int32_t tp_dense_step(const tp_dense* dense, const void* x, int64_t tokens, int32_t dtype, void* out);
 int32_t tp_routed(const tp_experts* experts, const void* x, int64_t tokens, int32_t dtype, void* out);
-int32_t tp_layer_step(const tp_layer* layer, const tp_layout* layout, void* x, int64_t tokens, const float* cosines,
-                      const float* sines, const int64_t* slots, void* pool, void* second_pool);
+int32_t tp_layers(int64_t n, const tp_placed_layer* layers, const tp_layout* layout, void* x, int64_t tokens,
+                  const int64_t* slots);
 
 // Reads memory and does nothing else: the limit that products are measured against. Returns a sum of it.
 uint64_t tp_read(const void* data, int64_t bytes);

@@ -18,7 +18,18 @@ from torch import Tensor
 from tutel_pack.errors import ResourceError
 from tutel_pack.kernels import torch_backend
 from tutel_pack.kernels.cpu import native
-from tutel_pack.kernels.ops import Dense, Experts, Grouped, Heads, Latent, Layer, Layout, Projection, Weight
+from tutel_pack.kernels.ops import (
+    Dense,
+    Experts,
+    Grouped,
+    Heads,
+    Latent,
+    Layer,
+    Layout,
+    PlacedLayer,
+    Projection,
+    Weight,
+)
 from tutel_pack.kernels.torch_backend import (  # noqa: F401  what is not native
     embedding,
     rope,
@@ -33,7 +44,7 @@ _linear, _linears, _moe = _library.tp_linear, _library.tp_linears, _library.tp_m
 _dense, _routed = _library.tp_dense_step, _library.tp_routed
 _rms_norm, _route, _place_heads = _library.tp_rms_norm, _library.tp_route, _library.tp_place_heads
 _attend, _attend_latents, _prefill = _library.tp_attend, _library.tp_attend_latents, _library.tp_prefill
-_layer_step = _library.tp_layer_step
+_layers_step = _library.tp_layers
 
 _DTYPES = native.DTYPES
 
@@ -172,7 +183,7 @@ def attend(
     q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, layout: Layout,
     rotation: tuple[Tensor, Tensor] | None, heads: Heads,
 ) -> Tensor | None:  # fmt: skip
-    if q.dtype != keys.dtype or not (keys.is_contiguous() and values.is_contiguous()):
+    if q.dtype != keys.dtype or not (keys.is_contiguous() and values.is_contiguous() and _is_plain(rotation)):
         return None
     made_for, place = _made_for(q, keys, rotation), _layers.get(heads)
     if place is None or place.made_for != made_for:
@@ -181,21 +192,21 @@ def attend(
         return None
     q, k, v, slots = q.contiguous(), k.contiguous(), v.contiguous(), layout.slots.contiguous()
     tokens, turned = q.shape[0], torch.empty_like(q)
-    (cosines, sines), _kept = _angles(rotation)
     _check(_place_heads(
-        ctypes.addressof(place), tokens, q.data_ptr(), k.data_ptr(), v.data_ptr(), cosines, sines,
+        ctypes.addressof(place), tokens, q.data_ptr(), k.data_ptr(), v.data_ptr(), *_angles(rotation),
         slots.data_ptr(), turned.data_ptr(), keys.data_ptr(), values.data_ptr(),
     ))  # fmt: skip
     turned = turned.view(tokens, place.heads, place.width)
     return attention(turned, keys, values, layout, heads.window, heads.scale, heads.sinks).view(tokens, -1)
 
 
-def _angles(rotation: tuple[Tensor, Tensor] | None) -> tuple[tuple, list[Tensor]]:
-    """(addresses of cosines and sines, the tensors to be kept)."""
-    if rotation is None:
-        return (None, None), []
-    kept = [r.contiguous() for r in rotation]
-    return tuple(r.data_ptr() for r in kept), kept
+def _is_plain(rotation: tuple[Tensor, Tensor] | None) -> bool:
+    return rotation is None or (rotation[0].is_contiguous() and rotation[1].is_contiguous())
+
+
+def _angles(rotation: tuple[Tensor, Tensor] | None) -> tuple[int | None, int | None]:
+    """Addresses of cosines and sines."""
+    return (None, None) if rotation is None else (rotation[0].data_ptr(), rotation[1].data_ptr())
 
 
 def attention(
@@ -360,12 +371,25 @@ def _describe_experts(e: Experts) -> native.Experts | None:
     return found
 
 
-def layer(
-    x: Tensor, layer: Layer, pools: Sequence[Tensor], layout: Layout, rotation: tuple[Tensor, Tensor] | None
-) -> Tensor | None:
+def layers(x: Tensor, parts: Sequence[PlacedLayer], layout: Layout) -> Tensor | None:
     where = _layout(layout)
-    if where.most > FEW or not all(pool.is_contiguous() for pool in pools):
+    if where.most > FEW:
         return None
+    placed = (native.PlacedLayer * len(parts))()
+    for i, (layer, pools, rotation) in enumerate(parts):
+        place = _layer_place(x, layer, pools, rotation)
+        if place is None:
+            return None
+        placed[i] = place, *_angles(rotation), pools[0].data_ptr(), pools[-1].data_ptr()
+    out, slots = x.clone(memory_format=torch.contiguous_format), layout.slots.contiguous()
+    _check(_layers_step(len(parts), placed, where.address, out.data_ptr(), x.shape[0], slots.data_ptr()))
+    return out
+
+
+def _layer_place(
+    x: Tensor, layer: Layer, pools: Sequence[Tensor], rotation: tuple[Tensor, Tensor] | None
+) -> int | None:
+    """Address of a layer's description; None where it or one of its parts has no kernel."""
     pool, turned = pools[0], 2 * rotation[0].shape[1] if rotation else 0
     made_for = x.dtype, pool.dtype, pool.shape[1:], turned
     if layer not in _layers:
@@ -373,16 +397,9 @@ def layer(
         if place is not None:
             place.made_for = made_for
     place = _layers[layer]
-    if place is None or place.made_for != made_for:
+    if place is None or place.made_for != made_for or not _is_plain(rotation):
         return None
-    out, slots = x.clone(memory_format=torch.contiguous_format), layout.slots.contiguous()
-    (cosines, sines), _kept = _angles(rotation)
-    addresses = [pool.data_ptr() for pool in pools]
-    _check(_layer_step(
-        ctypes.addressof(place), where.address, out.data_ptr(), x.shape[0], cosines, sines, slots.data_ptr(),
-        addresses[0], addresses[-1],
-    ))  # fmt: skip
-    return out
+    return ctypes.addressof(place) if all(pool.is_contiguous() for pool in pools) else None
 
 
 def _describe_layer(

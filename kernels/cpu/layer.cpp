@@ -49,7 +49,8 @@ bool routed(const tp_experts& e, const void* x, int64_t tokens, int32_t dtype, v
 namespace {
 
 // x and out [tokens, h].
-void grouped(const tp_grouped& g, const Step& step, const void* x, void* out) {
+void grouped(const tp_placed_layer& placed, const Step& step, const void* x, void* out) {
+  const tp_grouped& g = *placed.layer->grouped;
   const tp_heads& heads = *g.heads;
   const int32_t dtype = heads.dtype;
   const int64_t width = step.tokens * heads.heads * heads.width, kv = step.tokens * heads.kv_heads * heads.width;
@@ -57,15 +58,16 @@ void grouped(const tp_grouped& g, const Step& step, const void* x, void* out) {
   void *q = room.data(), *turned = at(q, dtype, width), *k = at(turned, dtype, width), *v = at(k, dtype, kv);
   void* projected[] = {q, k, v};
   for (int i = 0; i < 3; i++) linear(*g.weights[i], x, step.tokens, dtype, g.biases[i], projected[i]);
-  void *keys = step.pools[0], *values = step.pools[1];
-  place_heads(heads, step.tokens, q, k, v, step.cosines, step.sines, step.slots, turned, keys, values);
+  void *keys = placed.pools[0], *values = placed.pools[1];
+  place_heads(heads, step.tokens, q, k, v, placed.cosines, placed.sines, step.slots, turned, keys, values);
   attention(*g.attention, step.layout, turned, keys, values, q);
   linear(*g.weights[3], q, step.tokens, dtype, g.biases[3], out);
 }
 
 // The same by latents, of as many queries.
-void latent(const tp_latent& g, const Step& step, const void* x, void* out) {
+void latent(const tp_placed_layer& placed, const Step& step, const void* x, void* out) {
   enum { Q_DOWN, Q_UP, KV_DOWN, OUTPUT };
+  const tp_latent& g = *placed.layer->latent;
   const tp_latents& l = *g.latents;
   const int64_t rank = g.weights[Q_UP]->k, width = g.weights[Q_UP]->n, entry = l.rank + l.shared;
   const int64_t tokens = step.tokens, made = l.heads * l.value;
@@ -81,23 +83,24 @@ void latent(const tp_latent& g, const Step& step, const void* x, void* out) {
   }
   project(Q_UP, g.weights[Q_DOWN] ? normed : x, q);
   project(KV_DOWN, x, kv);
-  const Turn turn{l.shared, g.interleaved, step.cosines, step.sines, l.dtype};
+  const Turn turn{l.shared, g.interleaved, placed.cosines, placed.sines, l.dtype};
   turn_ends(turn, tokens, l.heads, l.nope + l.shared, q);
   turn_ends(turn, tokens, 1, entry, kv);
-  place_latents(l, tokens, kv, g.kv_norm, g.eps, step.slots, step.pools[0]);
-  latent_attention(l, step.layout, q, step.pools[0], g.up, {}, heads);
+  place_latents(l, tokens, kv, g.kv_norm, g.eps, step.slots, placed.pools[0]);
+  latent_attention(l, step.layout, q, placed.pools[0], g.up, {}, heads);
   project(OUTPUT, heads, out);
 }
 
 }  // namespace
 
-bool layer(const tp_layer& l, const Step& step, void* x) {
+bool layer(const tp_placed_layer& placed, const Step& step, void* x) {
+  const tp_layer& l = *placed.layer;
   const int64_t h = (l.grouped ? l.grouped->weights[3] : l.latent->weights[3])->n, tokens = step.tokens;
   std::vector<char> room(2 * tokens * h * item_bytes(l.dtype));
   void *y = room.data(), *z = at(y, l.dtype, tokens * h);
   rms_norm(x, tokens, h, l.dtype, l.input_norm, l.eps, y);
-  if (l.grouped) grouped(*l.grouped, step, y, z);
-  else latent(*l.latent, step, y, z);
+  if (l.grouped) grouped(placed, step, y, z);
+  else latent(placed, step, y, z);
   add(x, z, tokens, h, l.dtype);
 
   rms_norm(x, tokens, h, l.dtype, l.post_norm, l.eps, y);

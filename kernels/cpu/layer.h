@@ -55,6 +55,13 @@ struct tp_layer {
   float eps;
   int32_t dtype;
 };
+
+// With angles of its rotation, null if it has none, and what it keeps of tokens: keys and values, or entries.
+struct tp_placed_layer {
+  const tp_layer* layer;
+  const float *cosines, *sines;
+  void* pools[2];
+};
 }
 
 namespace tp {
@@ -65,16 +72,14 @@ void dense(const tp_dense& d, const void* x, int64_t tokens, int32_t dtype, void
 // x and out [tokens, h]. False, and out undefined, if the router picked no expert that exists.
 bool routed(const tp_experts& experts, const void* x, int64_t tokens, int32_t dtype, void* out);
 
-// What belongs to the tokens of a step: see place_heads. Pools are keys and values, or entries.
+// The new tokens, and where they are stored: see place_heads.
 struct Step {
   const tp_layout& layout;
   int64_t tokens;
-  const float *cosines, *sines;
   const int64_t* slots;
-  void* pools[2];
 };
 
 // x [tokens, h] becomes what the layer makes of it. False, and x undefined, as for routed.
-bool layer(const tp_layer& l, const Step& step, void* x);
+bool layer(const tp_placed_layer& placed, const Step& step, void* x);
 
 }  // namespace tp

@@ -21,7 +21,7 @@ from tutel_pack.spec import Moe
 LIBRARY = Path(os.environ.get("TUTEL_PACK_CPU_LIBRARY") or Path(__file__).resolve().parent / "libtutel_pack_cpu.so")
 """What the package's build makes where there is a compiler."""
 
-_INTERFACE = 5
+_INTERFACE = 6
 
 _BYTES, _P, _I32, _I64, _F32 = ctypes.c_char_p, ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_float
 _FUNCTIONS = {
@@ -42,7 +42,7 @@ _FUNCTIONS = {
     "tp_dense_step": (_I32, (_P, _P, _I64, _I32, _P)),
     "tp_prefill": (_I32, (_P, _P, _P, _P, _P, _P)),
     "tp_routed": (_I32, (_P, _P, _I64, _I32, _P)),
-    "tp_layer_step": (_I32, (_P, _P, _P, _I64, _P, _P, _P, _P, _P)),
+    "tp_layers": (_I32, (_I64, _P, _P, _P, _I64, _P)),
     "tp_read": (ctypes.c_uint64, (_P, _I64)),
 }
 
@@ -258,6 +258,12 @@ class Layer(ctypes.Structure):
         ("input_norm", Vector), ("post_norm", Vector), ("grouped", _P), ("latent", _P), ("experts", _P), ("dense", _P),
         ("eps", _F32), ("dtype", _I32),
     ]  # fmt: skip
+
+
+class PlacedLayer(ctypes.Structure):
+    """tp_placed_layer of layer.h."""
+
+    _fields_ = [("layer", _P), ("cosines", _P), ("sines", _P), ("pool", _P), ("second_pool", _P)]
 
 
 _SCORE_NUMBERS = {"softmax": 0, "sigmoid": 1, "sqrtsoftplus": 2, "softmax_chosen": 3}

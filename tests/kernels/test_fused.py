@@ -10,7 +10,7 @@ from tests.kernels.reference import ON_A_CPU, UNIT, random_packed
 from torch import Tensor
 
 from tutel_pack.kernels.cpu import native
-from tutel_pack.kernels.ops import Dense, Experts, Grouped, Heads, Latent, Layer, Layout, Ops
+from tutel_pack.kernels.ops import Dense, Experts, Grouped, Heads, Latent, Layer, Layout, Ops, PlacedLayer
 from tutel_pack.spec import ClampedSwiglu, Moe, Rope, Router, Swiglu
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -237,13 +237,13 @@ def test_layer(ops, name, mlp, dtype):
     case = Attention(dtype, **HEADS[name])
     layer, x = layer_of(case, name == "all", mlp), normal(7, 96, dtype=dtype, seed=13)
     before, pools = x.clone(), [[pool.clone() for pool in case.pools] for _ in range(2)]
-    got = ops.layer(x, layer, pools[0], case.layout, case.rotation)
+    got = ops.layers(x, [PlacedLayer(layer, pools[0], case.rotation)], case.layout)
     assert torch.equal(x, before) and (got is None) == (ops.name == "torch")
     if got is not None:
         expected = by_parts(ops, x, layer, pools[1], case)
         assert torch.equal(got, expected) and all(torch.equal(a, b) for a, b in zip(*pools))
         swapped = replace(layer, input_norm=layer.post_norm, post_norm=layer.input_norm)
-        assert not torch.equal(ops.layer(x, swapped, pools[0], case.layout, case.rotation), got)
+        assert not torch.equal(ops.layers(x, [PlacedLayer(swapped, pools[0], case.rotation)], case.layout), got)
 
 
 class Latents:
@@ -288,7 +288,7 @@ def test_layer_of_latents(ops, name, dtype):
     case = Latents(dtype, **LATENTS[name])
     x, pools = normal(6, 96, dtype=dtype, seed=13), [[case.pools[0].clone()] for _ in range(3)]
     before = x.clone()
-    got = ops.layer(x, case.layer, pools[0], case.layout, case.rotation)
+    got = ops.layers(x, [PlacedLayer(case.layer, pools[0], case.rotation)], case.layout)
     assert torch.equal(x, before) and (got is None) == (ops.name == "torch")
     if got is not None:
         assert_close(got, by_parts(ops, x, case.layer, pools[1], case))
@@ -298,15 +298,16 @@ def test_layer_of_latents(ops, name, dtype):
         for changes in ({"scale": 0.1}, {"interleaved": not a.interleaved}, *flips):
             layer = replace(case.layer, attention=replace(a, **changes))
             with pytest.raises(AssertionError):
-                assert_close(ops.layer(x, layer, pools[2], case.layout, case.rotation), got)
+                assert_close(ops.layers(x, [PlacedLayer(layer, pools[2], case.rotation)], case.layout), got)
 
 
 def test_what_a_layer_leaves_to_single_operations(ops):
     case = Attention(torch.float16)
-    assert ops.layer(normal(7, 96, dtype=torch.float16), layer_of(case, False), case.pools, case.layout, None) is None
+    alone = [PlacedLayer(layer_of(case, False), case.pools, None)]
+    assert ops.layers(normal(7, 96, dtype=torch.float16), alone, case.layout) is None
     case = Attention(torch.float32)
     case.layout = Layout([0, 9], [9], [torch.tensor([0])], torch.arange(9))  # so many that matrices are multiplied
-    assert ops.layer(normal(9, 96), layer_of(case, False), case.pools, case.layout, None) is None
+    assert ops.layers(normal(9, 96), [PlacedLayer(layer_of(case, False), case.pools, None)], case.layout) is None
 
 
 def attend_arguments(heads: int, width: int, rotated: int, dtype: torch.dtype) -> tuple:
