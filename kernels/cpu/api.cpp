@@ -143,10 +143,12 @@ int32_t tp_moe(const tp_weight* gate_up, const tp_weight* down, const void* x, c
 int32_t tp_linears(int64_t count, const tp_weight* const* ws, const void* x, int64_t tokens, int32_t dtype,
                    const void* const* biases, int32_t bias_dtype, void* out) {
   return guarded([&] {
+    std::vector<Linear> parts;
     for (int64_t i = 0; i < count; i++) {
-      linear(*ws[i], x, tokens, dtype, {biases ? biases[i] : nullptr, bias_dtype}, out);
+      parts.push_back({ws[i], {biases ? biases[i] : nullptr, bias_dtype}, out});
       out = at(out, dtype, tokens * ws[i]->n);
     }
+    linears(parts.data(), count, x, tokens, dtype);
     return TP_OK;
   });
 }

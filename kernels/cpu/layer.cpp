@@ -26,8 +26,8 @@ void dense(const tp_dense& d, const void* x, int64_t tokens, int32_t dtype, void
   const int64_t n = d.weights[2]->k;
   std::vector<char> room(2 * tokens * n * item_bytes(dtype));
   void *gate = room.data(), *up = at(gate, dtype, tokens * n);
-  linear(*d.weights[0], x, tokens, dtype, d.biases[0], gate);
-  linear(*d.weights[1], x, tokens, dtype, d.biases[1], up);
+  const Linear parts[] = {{d.weights[0], d.biases[0], gate}, {d.weights[1], d.biases[1], up}};
+  linears(parts, 2, x, tokens, dtype);
   swiglu(gate, up, tokens, n, dtype, {d.limit, d.alpha, d.shift});
   linear(*d.weights[2], gate, tokens, dtype, d.biases[2], out);
 }
@@ -56,8 +56,8 @@ void grouped(const tp_placed_layer& placed, const Step& step, const void* x, voi
   const int64_t width = step.tokens * heads.heads * heads.width, kv = step.tokens * heads.kv_heads * heads.width;
   std::vector<char> room((2 * width + 2 * kv) * item_bytes(dtype));
   void *q = room.data(), *turned = at(q, dtype, width), *k = at(turned, dtype, width), *v = at(k, dtype, kv);
-  void* projected[] = {q, k, v};
-  for (int i = 0; i < 3; i++) linear(*g.weights[i], x, step.tokens, dtype, g.biases[i], projected[i]);
+  const Linear parts[] = {{g.weights[0], g.biases[0], q}, {g.weights[1], g.biases[1], k}, {g.weights[2], g.biases[2], v}};
+  linears(parts, 3, x, step.tokens, dtype);
   void *keys = placed.pools[0], *values = placed.pools[1];
   place_heads(heads, step.tokens, q, k, v, placed.cosines, placed.sines, step.slots, turned, keys, values);
   attention(*g.attention, step.layout, turned, keys, values, q);

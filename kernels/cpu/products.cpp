@@ -65,37 +65,50 @@ int64_t tokens_at_a_time(const tp_weight& w) {
 }
 
 // Rows first … last − 1 of a linear's results for tokens t … t + count − 1.
-void linear_part(const Packed& packed, const Matrix& m, int64_t first, int64_t last, int64_t t, int64_t count,
-                 int32_t dtype, tp_vector bias, void* out) {
+void linear_part(const Packed& packed, const Linear& part, int64_t first, int64_t last, int64_t t, int64_t count,
+                 int32_t dtype) {
+  const Matrix matrix(*part.w, 0);
   const int64_t rows = rows_at_a_time(count);
   float* products = static_cast<float*>(scratch(SLOT_PRODUCTS, (count + 1) * rows * sizeof(float)));
-  float* biases = products + count * rows;
   for (int64_t row = first; row < last; row += rows) {
     const int64_t n = std::min(rows, last - row);
-    packed.products(m, row, row + n, nullptr, t, count, products, rows);
-    add_bias(bias, row, n, biases, count, products, rows);
+    packed.products(matrix, row, row + n, nullptr, t, count, products, rows);
+    add_bias(part.bias, row, n, products + count * rows, count, products, rows);
     for (int64_t i = 0; i < count; i++) {
-      isa().store(products + i * rows, dtype, at(out, dtype, (t + i) * m.w->n + row), n);
+      isa().store(products + i * rows, dtype, at(part.out, dtype, (t + i) * part.w->n + row), n);
     }
   }
 }
 
-}  // namespace
+bool packed_alike(const tp_weight& a, const tp_weight& b) {
+  return a.k == b.k && a.format == b.format && a.block_columns == b.block_columns && a.scale_type == b.scale_type;
+}
 
-void linear(const tp_weight& w, const void* x, int64_t tokens, int32_t dtype, tp_vector bias, void* out) {
+void linears_packed_alike(const Linear* parts, int64_t count, const void* x, int64_t tokens, int32_t dtype) {
+  const tp_weight& w = *parts->w;
   const Packed packed(w, tokens, tiles_pay(w, tokens) && tiles_are_right(w, x, dtype, tokens * w.k), SLOT_PACKED);
-  const Matrix matrix(w, 0);
+  const int64_t step = tokens_at_a_time(w);
   run([&](const Member& me) {
     int64_t first, last;
     me.share(tokens, BLOCK, first, last);
     packed.pack(first, last, dtype, [&](int64_t t) { return at(x, dtype, t * w.k); });
     me.barrier();
-    me.share(w.n, BLOCK, first, last);
-    const int64_t step = tokens_at_a_time(w);
-    for (int64_t t = 0; t < tokens; t += step) {
-      linear_part(packed, matrix, first, last, t, std::min(step, tokens - t), dtype, bias, out);
+    for (int64_t i = 0; i < count; i++) {
+      me.share(parts[i].w->n, BLOCK, first, last);
+      for (int64_t t = 0; t < tokens; t += step) {
+        linear_part(packed, parts[i], first, last, t, std::min(step, tokens - t), dtype);
+      }
     }
   });
+}
+
+}  // namespace
+
+void linears(const Linear* parts, int64_t count, const void* x, int64_t tokens, int32_t dtype) {
+  for (int64_t first = 0, end; first < count; first = end) {
+    for (end = first + 1; end < count && packed_alike(*parts[first].w, *parts[end].w); end++) continue;
+    linears_packed_alike(parts + first, end - first, x, tokens, dtype);
+  }
 }
 
 uint64_t read_all(const void* data, int64_t bytes) {

@@ -8,7 +8,20 @@
 
 namespace tp {
 
-void linear(const tp_weight& w, const void* x, int64_t tokens, int32_t dtype, tp_vector bias, void* out);
+// A linear and where its results go, [tokens, n].
+struct Linear {
+  const tp_weight* w;
+  tp_vector bias;
+  void* out;
+};
+
+// Linears of the same x [tokens, k]: those next to each other that want it packed alike are one job.
+void linears(const Linear* parts, int64_t count, const void* x, int64_t tokens, int32_t dtype);
+
+inline void linear(const tp_weight& w, const void* x, int64_t tokens, int32_t dtype, tp_vector bias, void* out) {
+  const Linear one{&w, bias, out};
+  linears(&one, 1, x, tokens, dtype);
+}
 uint64_t read_all(const void* data, int64_t bytes);
 
 constexpr int64_t BLOCK = 16;  // vectors that tiles take together
