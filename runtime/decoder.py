@@ -89,9 +89,10 @@ class Decoder:
         """[T, H], after the last norm."""
         rotations = Shared(positions, layout, self._ops)
         x = _scaled(self._ops.embedding(tokens, self._embedding, self.dtype), self.spec.embedding_scale)
+        added = None
         for layer in self._layers:
-            x = layer(x, cache, layout, rotations)
-        return self._ops.rms_norm(x, self._norm, self.spec.norm_eps)
+            x, added = layer(x, added, cache, layout, rotations)
+        return self._ops.add_norm(x, added, self._norm, self.spec.norm_eps)[1]
 
     def _logits(self, x: Tensor) -> Tensor:
         # In float32: among logits rounded to bfloat16 the largest is often shared, and the choice then arbitrary.
@@ -112,7 +113,7 @@ class _DecoderLayer:
         else:
             self._mlp = DenseBlock(spec.mlp, prefix + "mlp", weights, ops)
         self._index, self._rope = index, getattr(spec.attention, "rope", None)
-        self._whole = self._as_one() if self._scale == 1.0 else None
+        self._whole = self._as_one() if self._scale == 1.0 and ops.whole_layers else None
 
     def _as_one(self) -> Layer | None:
         """All of it for `Ops.layer`, None for one that has more to it."""
@@ -122,16 +123,20 @@ class _DecoderLayer:
         return Layer(self._input_norm, self._post_norm, self._eps, attention, self._mlp.mlp)
 
     def __call__(
-        self, x: Tensor, cache: PagedCache, layout: Layout, rotations: dict[Rope, tuple[Tensor, Tensor]]
-    ) -> Tensor:
+        self, x: Tensor, added: Tensor | None, cache: PagedCache, layout: Layout,
+        rotations: dict[Rope, tuple[Tensor, Tensor]],
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+        """Of x + added, or of x alone; the last sum is left to who norms it next, in the same form."""
         if self._whole is not None:
+            x, added = x if added is None else x + added, None
             pools, rotation = cache.tokens[self._index], rotations[self._rope] if self._rope else None
             done = self._ops.layer(x, self._whole, list(pools.values()), layout, rotation)
             if done is not None:
-                return done
-        attended = self._attention(self._ops.rms_norm(x, self._input_norm, self._eps), cache, layout, rotations)
-        x = x + _scaled(attended, self._scale)
-        return x + _scaled(self._mlp(self._ops.rms_norm(x, self._post_norm, self._eps), layout.used), self._scale)
+                return done, None
+        x, normed = self._ops.add_norm(x, added, self._input_norm, self._eps)
+        attended = self._attention(normed, cache, layout, rotations)
+        x, normed = self._ops.add_norm(x, _scaled(attended, self._scale), self._post_norm, self._eps)
+        return x, _scaled(self._mlp(normed, layout.unused), self._scale)
 
 
 def _scaled(x: Tensor, scale: float) -> Tensor:
