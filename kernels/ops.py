@@ -31,7 +31,7 @@ BACKENDS = {
 }
 """Name -> module, imported when chosen."""
 
-FUSED = ("linears", "attend", "dense", "routed", "layers")
+FUSED = ("linears", "add_norm", "attend", "attend_latents", "dense", "routed", "layers")
 """Several operations in one call, which a backend need not have."""
 
 ACTS = {"fp8": "fp8", "mxfp8": "mxfp4", "nvfp4": "nvfp4"}
@@ -55,7 +55,7 @@ class Layout:
     tables: S int64 tensors of block ids; entry j holds the positions j·B … j·B + B − 1 (B positions to a block).
     slots: int64 [T]; where each new token is stored, block id · B + place in the block.
     states: int64 [S]; the state slot of each sequence; None for a model that keeps no states.
-    used: bool [T]; False for tokens that fill up a batch, which pass no expert; None if all are used.
+    unused: bool [T]; True for tokens that fill up a batch, which pass no expert; None if there are none.
     flat: the same for kernels, made when first asked for.
     """
 
@@ -64,7 +64,7 @@ class Layout:
     tables: Sequence[Tensor]
     slots: Tensor
     states: Tensor | None = None
-    used: Tensor | None = None
+    unused: Tensor | None = None
 
     @cached_property
     def flat(self) -> FlatLayout:
@@ -253,6 +253,8 @@ class Ops:
 
     Those of FUSED are several operations in one call, for decoding, where calls cost more than some of their work. A
     backend need not have them, and may return None for what it leaves to the single operations.
+
+    whole_layers: whether it has `layers`.
     """
 
     def __init__(self, name: str, act: str | None = None):
@@ -261,6 +263,7 @@ class Ops:
         if act:
             self._backend = self._backend.with_act(act)
         self._fused = {op: getattr(self._backend, op, None) for op in FUSED}
+        self.whole_layers = self._fused["layers"] is not None
 
     def linear(self, x: Tensor, w: Weight, bias: Tensor | None = None) -> Tensor:
         """x [T, K] · w [N, K]ᵀ + bias [N] -> [T, N]."""
@@ -288,6 +291,16 @@ class Ops:
         """x [..., D] / sqrt(mean(x²) + eps) · weight [D], in float32 and rounded once -> [..., D]."""
         _check(x.shape[-1:] == weight.shape, "rms_norm", x, weight)
         return self._backend.rms_norm(x, weight, eps) if x.numel() else x
+
+    def add_norm(self, x: Tensor, added: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """(x + added, or x itself if that is None, `rms_norm` of that), all [T, H]."""
+        if added is None:
+            return x, self.rms_norm(x, weight, eps)
+        _check(x.shape == added.shape and x.shape[-1:] == weight.shape, "add_norm", x, added, weight)
+        if self._fused["add_norm"] and x.numel():
+            return self._fused["add_norm"](x, added, weight, eps)
+        x = x + added
+        return x, self.rms_norm(x, weight, eps)
 
     def swiglu(self, gate: Tensor, up: Tensor, activation: Swiglu | ClampedSwiglu = Swiglu()) -> Tensor:
         """The activation's formula (see spec) of gate and up, both [T, N], in float32 and rounded once -> [T, N]."""
@@ -377,6 +390,34 @@ class Ops:
             return q.new_empty(0, heads, made - (q.shape[2] - shared))
         return self._backend.latent_attention(q, entries, up, layout, scale, picks)
 
+    def attend_latents(
+        self, q: Tensor, kv: Tensor, entries: Tensor, layout: Layout, rotation: tuple[Tensor, Tensor], latent: Latent,
+        picks: Sequence[Tensor | None] | None = None,
+    ) -> Tensor:  # fmt: skip
+        """All that lies between the projections of latent attention: q [T, heads · (nope + D)] and kv [T, R + D]
+        -> [T, heads · v].
+
+        The latents are normed, the keys behind them and the last D dimensions of every query are turned by `rotation`,
+        as rms_norm and rope do it, the new latents and keys are stored in entries [blocks, B, R + D] at layout.slots,
+        and the queries attend to all that is stored, or to `picks`, as in `latent_attention`.
+        """
+        (heads, made, rank), shared = latent.up.shape, 2 * rotation[0].shape[1]
+        fits = q.ndim == 2 and q.shape[1] % heads == 0 and 0 < q.shape[1] // heads - shared < made
+        fits = fits and kv.shape == (len(q), rank + shared) and entries.shape[2:] == kv.shape[1:]
+        _check(fits and layout.slots.shape == q.shape[:1], "attend_latents", q, kv, entries, latent.up, *rotation)
+        if self._fused["attend_latents"] and q.numel():
+            done = self._fused["attend_latents"](q, kv, entries, layout, rotation, latent, picks)
+            if done is not None:
+                return done
+        new, key = kv.split([rank, shared], dim=-1)
+        key = self.rope(key[:, None], rotation, latent.interleaved)[:, 0]
+        entry = torch.cat([self.rms_norm(new, latent.kv_norm, latent.eps), key], dim=-1)
+        entries.flatten(0, 1).index_copy_(0, layout.slots, entry)
+        q = q.unflatten(1, (heads, -1))
+        nope, turned = q.split([q.shape[2] - shared, shared], dim=-1)
+        q = torch.cat([nope, self.rope(turned, rotation, latent.interleaved)], dim=-1)
+        return self.latent_attention(q, entries, latent.up, layout, latent.scale, picks).flatten(1)
+
     def top_positions(
         self, q: Tensor, weights: Tensor, keys: Tensor, layout: Layout, top_k: int
     ) -> Sequence[Tensor | None]:
@@ -426,22 +467,22 @@ class Ops:
         gate, up = self.linears(x, (dense.gate, dense.up))
         return self.linear(self.swiglu(gate, up, dense.activation), *dense.down)
 
-    def routed(self, x: Tensor, experts: Experts, used: Tensor | None = None) -> Tensor:
+    def routed(self, x: Tensor, experts: Experts, unused: Tensor | None = None) -> Tensor:
         """x [T, H], each token through the experts that the router picks for it -> [T, H]; added to that is what the
         shared ones make of it, times sigmoid(shared_gate · x) if there is one.
 
-        used: bool [T]; the router picks nothing for tokens that are not.
+        unused: bool [T]; the router picks nothing for tokens that are.
 
         Logits are of x in float32: a rounded one picks another expert, and that is no small error.
         """
-        if self._fused["routed"] and x.numel() and used is None:
+        if self._fused["routed"] and x.numel() and unused is None:
             done = self._fused["routed"](x, experts)
             if done is not None:
                 return done
         e = experts
         ids, weights = self.route(self.linear(x.float(), e.router, e.router_bias), e.spec, e.correction)
-        if used is not None:
-            ids = ids.masked_fill(~used[:, None], -1)
+        if unused is not None:
+            ids = ids.masked_fill(unused[:, None], -1)
         routed = self.moe(x, ids, weights, e.gate_up, e.down, e.spec.activation, e.gate_up_bias, e.down_bias)
         return routed if e.shared is None else routed + self._shared(x, e)
 

@@ -91,21 +91,25 @@ class Decoder:
         """[T, H], after the last norm."""
         rotations = Shared(positions, layout, self._ops)
         x = _scaled(self._ops.embedding(tokens, self._embedding, self.dtype), self.spec.embedding_scale)
+        added = None
         for run in self._runs:
-            x = self._run(run, x, cache, layout, rotations)
-        return self._ops.rms_norm(x, self._norm, self.spec.norm_eps)
+            x, added = self._run(run, x, added, cache, layout, rotations)
+        return self._ops.add_norm(x, added, self._norm, self.spec.norm_eps)[1]
 
     def _run(
-        self, layers: list[_DecoderLayer], x: Tensor, cache: PagedCache, layout: Layout, rotations: Shared
-    ) -> Tensor:
-        """Layers that follow each other: at once if they can be."""
+        self, layers: list[_DecoderLayer], x: Tensor, added: Tensor | None, cache: PagedCache, layout: Layout,
+        rotations: Shared,
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+        """Layers that follow each other: at once if they can be. Of x + added, and to the same form: the last sum is left
+        to who norms it next."""
         if layers[0].whole is not None:
+            x, added = x if added is None else x + added, None
             done = self._ops.layers(x, [layer.placed(cache, rotations) for layer in layers], layout)
             if done is not None:
-                return done
+                return done, None
         for layer in layers:
-            x = layer(x, cache, layout, rotations)
-        return x
+            x, added = layer(x, added, cache, layout, rotations)
+        return x, added
 
     def _logits(self, x: Tensor) -> Tensor:
         # In float32: among logits rounded to bfloat16 the largest is often shared, and the choice then arbitrary.
@@ -129,7 +133,7 @@ class _DecoderLayer:
         else:
             self._mlp = DenseBlock(spec.mlp, prefix + "mlp", weights, ops)
         self._index, self._rope = index, getattr(spec.attention, "rope", None)
-        self.whole = self._as_one() if self._scale == 1.0 else None
+        self.whole = self._as_one() if self._scale == 1.0 and ops.whole_layers else None
 
     def _as_one(self) -> Layer | None:
         attention = self._attention.whole
@@ -141,10 +145,14 @@ class _DecoderLayer:
         rotation = rotations[self._rope] if self._rope else None
         return PlacedLayer(self.whole, list(cache.tokens[self._index].values()), rotation)
 
-    def __call__(self, x: Tensor, cache: PagedCache, layout: Layout, rotations: Shared) -> Tensor:
-        attended = self._attention(self._ops.rms_norm(x, self._input_norm, self._eps), cache, layout, rotations)
-        x = x + _scaled(attended, self._scale)
-        return x + _scaled(self._mlp(self._ops.rms_norm(x, self._post_norm, self._eps), layout.used), self._scale)
+    def __call__(
+        self, x: Tensor, added: Tensor | None, cache: PagedCache, layout: Layout, rotations: Shared
+    ) -> tuple[Tensor, Tensor | None]:
+        """Of x + added, or of x alone; the last sum is left to who norms it next, in the same form."""
+        x, normed = self._ops.add_norm(x, added, self._input_norm, self._eps)
+        attended = self._attention(normed, cache, layout, rotations)
+        x, normed = self._ops.add_norm(x, _scaled(attended, self._scale), self._post_norm, self._eps)
+        return x, _scaled(self._mlp(normed, layout.unused), self._scale)
 
 
 def _scaled(x: Tensor, scale: float) -> Tensor:

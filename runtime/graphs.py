@@ -95,8 +95,8 @@ class Step:
         _, _, lengths, slots, states, _ = self._numbers
         starts = torch.arange(size + 1, device=slots.device)
         on_device = _OnDevice(size, "lengths"), _OnDevice(size, "blocks")
-        used = torch.empty(size, dtype=torch.bool, device=slots.device)
-        layout = Layout(range(size + 1), *on_device, slots, states if self._decoder.stateful else None, used)
+        unused = torch.empty(size, dtype=torch.bool, device=slots.device)
+        layout = Layout(range(size + 1), *on_device, slots, states if self._decoder.stateful else None, unused)
         # What a Layout makes of lengths and tables that the host knows.
         vars(layout)["flat"] = FlatLayout(starts, lengths, self._tables.view(-1), starts[:-1] * most, most)
         return layout
@@ -110,7 +110,7 @@ class Step:
         places = [table[p // block] * block + p % block for p, table in zip(past, tables)]
         rows = (
             (tokens, 0), (past, 0), ([p + 1 for p in past], 1), (places, self._spare * block), (slots, self._slot),
-            ([1] * len(tokens), 0),
+            ([0] * len(tokens), 1),
         )  # fmt: skip
         numbers, blocks = self._host
         if self._copied:
@@ -132,8 +132,8 @@ class Step:
 
     def run(self) -> Tensor:
         """float32 logits [size, vocab]; the first rows are those of the batch. Nothing here waits for the device."""
-        tokens, positions, *_, used = self._numbers
-        torch.ne(used, 0, out=self._layout.used)
+        tokens, positions, *_, unused = self._numbers
+        torch.ne(unused, 0, out=self._layout.unused)
         return self._decoder.step(tokens, positions, self._layout, self._cache)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -55,27 +54,23 @@ class LatentAttention:
         rotations: of the batch's positions, for each Rope of the model; also carries an indexer's picks to the layers
         that reuse them.
         """
-        spec, ops, parts, rotation = self._spec, self._ops, self._parts, rotations[self._spec.rope]
-        latents, key = ops.linear(x, *parts.kv_down).split([spec.kv_rank, spec.rope.dim], dim=-1)
-        latents = ops.rms_norm(latents, parts.kv_norm, parts.eps)
-        key = ops.rope(key[:, None], rotation, spec.rope.interleaved)[:, 0]
-        cache.append(self._layer, layout, latents=torch.cat([latents, key], dim=-1))
-        compressed, q = self._query(x)
-        nope, rotated = q.split([spec.nope_dim, spec.rope.dim], dim=-1)
-        q = torch.cat([nope, ops.rope(rotated, rotation, spec.rope.interleaved)], dim=-1)
+        spec, ops, parts = self._spec, self._ops, self._parts
+        compressed, kv = self._down(x)
         if self._indexer:
             rotations.picks = self._indexer(x, compressed, cache, layout, rotations)
         picks = rotations.picks if spec.indexer or spec.reuse_index else None
+        q = ops.linear(compressed, *parts.q_up)
         entries = cache.tokens[self._layer]["latents"]
-        heads = ops.latent_attention(q, entries, parts.up, layout, spec.scale, picks)
-        return ops.linear(heads.flatten(1), *parts.output)
+        heads = ops.attend_latents(q, kv, entries, layout, rotations[spec.rope], parts, picks)
+        return ops.linear(heads, *parts.output)
 
-    def _query(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """(compressed query [T, q_rank], or x where there is none, query [T, heads, nope_dim + rope.dim])."""
+    def _down(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """(compressed queries [T, q_rank], x itself where they are not compressed; latents and keys, as projected)."""
         ops, parts = self._ops, self._parts
-        if parts.q_down:
-            x = ops.rms_norm(ops.linear(x, *parts.q_down), parts.q_norm, parts.eps)
-        return x, ops.linear(x, *parts.q_up).unflatten(1, (self._spec.heads, -1))
+        if not parts.q_down:
+            return x, ops.linear(x, *parts.kv_down)
+        compressed, kv = ops.linears(x, (parts.q_down, parts.kv_down))
+        return ops.rms_norm(compressed, parts.q_norm, parts.eps), kv
 
 
 class _Indexer:

@@ -20,8 +20,8 @@ class DenseBlock:
         )
         self.mlp = Dense(*parts, spec.activation)
 
-    def __call__(self, x: Tensor, used: object = None) -> Tensor:
-        """x [T, H], normed -> [T, H].  used: for experts, not for this one."""
+    def __call__(self, x: Tensor, unused: object = None) -> Tensor:
+        """x [T, H], normed -> [T, H].  unused: for experts, not for this one."""
         return self._ops.dense(x, self.mlp)
 
 
@@ -44,6 +44,6 @@ class MoeBlock:
             weights(names["shared_gate"] + ".weight") if spec.shared_gated else None,
         )  # fmt: skip
 
-    def __call__(self, x: Tensor, used: Tensor | None = None) -> Tensor:
-        """x [T, H], normed -> [T, H].  used: see Ops.routed."""
-        return self._ops.routed(x, self.mlp, used)
+    def __call__(self, x: Tensor, unused: Tensor | None = None) -> Tensor:
+        """x [T, H], normed -> [T, H].  unused: see Ops.routed."""
+        return self._ops.routed(x, self.mlp, unused)

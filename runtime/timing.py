@@ -34,9 +34,9 @@ RESERVE = 2e9
 TOKENS = 128
 """The most that a decoded weight is multiplied with before it is decoded anew."""
 
-_KERNELS = {Attention: 8, Mla: 15, DeltaNet: 12, Moe: 8}
-"""That the decoder asks for, additions left out: a norm, products, one that turns and stores, or else rotations and two
-for the cache, and two to attend to it; a norm, router, choice, sort, two products, sum."""
+_KERNELS = {Attention: 8, Mla: 11, DeltaNet: 12, Moe: 8}
+"""That the decoder asks for, additions left out: norms, products, one that turns and stores, and two to attend to all
+that is stored; a norm, router, choice, sort, two products, sum."""
 
 _MLP_KERNELS = 4
 _DTYPE = torch.bfloat16

@@ -1,7 +1,7 @@
 """Attention of one new token per sequence to what a paged cache has of it.
 
 The positions of a sequence are cut into as many parts as there are programs along the third axis of the grid; `merge`
-joins them in their order. A program has the query heads of a tile, all of the same key head.
+joins them, in an order that is always the same. A program has the query heads of a tile, all of the same key head.
 
 Letters: h query heads of a tile, n positions of a step, d dimensions of a value, e dimensions of a key beyond those.
 """
@@ -33,6 +33,15 @@ def _places(blocks, n, start, inside, key_block, key_row, BLOCK: tl.constexpr, O
 
 
 @triton.jit
+def _at(pool, home, rows, columns, FLAT: tl.constexpr):
+    """Pointers [rows, columns]. FLAT: by one offset each from a place that all share, not by one from a row's place."""
+    if FLAT:
+        return pool + home + (rows[:, None] + columns[None, :])
+    else:
+        return pool + home + rows[:, None] + columns[None, :]
+
+
+@triton.jit
 def _add_sink(best, total, sinks, head, mine):
     """(sum of powers with one more logit, if there is one; factor of what was added up before)."""
     if sinks is None:
@@ -48,9 +57,9 @@ def _add_sink(best, total, sinks, head, mine):
 def attend(
     q, q_shared, keys, values, starts, lengths, blocks, first_block, picks, sinks, out, parts, stats,
     scale, heads, group, top_k,
-    q_row, q_head, shared_row, shared_head, key_block, key_row, key_head,
+    q_row, q_head, shared_row, shared_head, key_block, key_head, key_row: tl.constexpr,
     D: tl.constexpr, E: tl.constexpr, BLOCK: tl.constexpr, ONE: tl.constexpr, WINDOW: tl.constexpr,
-    PARTED: tl.constexpr, DOT: tl.constexpr, TILES: tl.constexpr,
+    PARTED: tl.constexpr, DOT: tl.constexpr, TILES: tl.constexpr, FLAT: tl.constexpr,
     BH: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
 ):  # fmt: skip
     """out [T, heads, D] of the sequences that have one new token, or what `merge` makes it of.
@@ -99,13 +108,12 @@ def attend(
             n = tl.load(picks + sequence * top_k + n, mask=inside, other=0).to(tl.int32)
             inside &= n < length
         home, rows = _places(blocks, n, start, inside, key_block, key_row, BLOCK, ONE)
-        rows = rows[:, None]
         wanted = inside[:, None] if D == BD else inside[:, None] & (d < D)[None, :]
-        key = tl.load(keys + home + rows + d[None, :], mask=wanted, other=0.0).to(DOT)
+        key = tl.load(_at(keys, home, rows, d, FLAT), mask=wanted, other=0.0).to(DOT)
         logits = tl.dot(query, key.T, input_precision="ieee")
         if E > 0:
             partly = inside[:, None] if E == BE else inside[:, None] & (e < E)[None, :]
-            rest = tl.load(keys + home + D + rows + e[None, :], mask=partly, other=0.0).to(DOT)
+            rest = tl.load(_at(keys, home, rows, D + e, FLAT), mask=partly, other=0.0).to(DOT)
             logits = tl.dot(extra, rest.T, logits, input_precision="ieee")
         logits = tl.where(inside[None, :], logits * scale, -float("inf"))
         larger = tl.maximum(best, tl.max(logits, axis=1))
@@ -117,7 +125,7 @@ def attend(
         if values is None:
             value = key
         else:
-            value = tl.load(values + home + rows + d[None, :], mask=wanted, other=0.0).to(DOT)
+            value = tl.load(_at(values, home, rows, d, FLAT), mask=wanted, other=0.0).to(DOT)
         acc = tl.dot(share.to(DOT), value, acc * kept[:, None], input_precision="ieee")
         best = larger
     if PARTED:
@@ -133,23 +141,32 @@ def attend(
 
 
 @triton.jit(do_not_specialize=["count"])
-def merge(parts, stats, starts, sinks, out, heads, count, D: tl.constexpr, BD: tl.constexpr):
-    """out [T, heads, D] from the `count` parts that `attend` left, added up in their order."""
+def merge(
+    parts, stats, starts, sinks, out, heads, count, D: tl.constexpr, BP: tl.constexpr, BD: tl.constexpr
+):  # fmt: skip
+    """BD columns of out [T, heads, D] from the `count` parts that `attend` left, BP of them at a time: part i goes to
+    sum i % BP, which has a largest logit of its own, and these sums are added up at the end."""
     sequence, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     token = tl.load(starts + sequence)
     if tl.load(starts + sequence + 1) - token != 1:
         return
-    d = tl.arange(0, BD)
-    first = (sequence * heads + head) * count
-    best = tl.load(stats + first * 2)
-    for i in range(1, count):
-        best = tl.maximum(best, tl.load(stats + (first + i) * 2))
-    total = 0.0
-    acc = tl.zeros((BD,), tl.float32)
-    for i in range(0, count):
-        factor = tl.exp2(tl.load(stats + (first + i) * 2) - best)
-        total += tl.load(stats + (first + i) * 2 + 1) * factor
-        acc += tl.load(parts + (first + i) * D + d, mask=d < D, other=0.0) * factor
-    total, factor = _add_sink(best, total, sinks, head, head < heads)
-    acc *= factor / total
-    tl.store(out + (token * heads + head) * D + d, acc.to(out.dtype.element_ty), mask=d < D)
+    d = tl.program_id(2) * BD + tl.arange(0, BD)
+    best = tl.full((BP,), -1e38, tl.float32)  # finite, for a part may have no positions
+    total = tl.zeros((BP,), tl.float32)
+    acc = tl.zeros((BP, BD), tl.float32)
+    for start in range(0, count, BP):
+        i = start + tl.arange(0, BP)
+        inside, part = i < count, (sequence * heads + head) * count + i
+        logit = tl.load(stats + part * 2, mask=inside, other=-float("inf"))
+        added = tl.load(stats + part * 2 + 1, mask=inside, other=0.0)
+        sums = tl.load(parts + part[:, None] * D + d[None, :], mask=inside[:, None] & (d < D)[None, :], other=0.0)
+        larger = tl.maximum(best, logit)
+        kept, share = tl.exp2(best - larger), tl.exp2(logit - larger)
+        total = total * kept + added * share
+        acc = acc * kept[:, None] + sums * share[:, None]
+        best = larger
+    largest = tl.max(best, axis=0)
+    share = tl.exp2(best - largest)
+    total, factor = _add_sink(largest, tl.sum(total * share, axis=0), sinks, head, head < heads)
+    joined = tl.sum(acc * share[:, None], axis=0) * (factor / total)
+    tl.store(out + (token * heads + head) * D + d, joined.to(out.dtype.element_ty), mask=d < D)

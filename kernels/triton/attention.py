@@ -16,9 +16,9 @@ from tutel_pack.kernels.triton.chips import Chip
 from tutel_pack.kernels.triton.launch import Launch
 from tutel_pack.kernels.triton.matmul import dot_type
 
-_STEP = {"cuda": 72 << 10, "sm_100": 36 << 10, "hip": 32 << 10, "interpreter": 72 << 10}
-"""Bytes of keys and values that a step reads, by chip or else by vendor: 64, 32 and 16 positions of DeepSeek's latents,
-more of which spill registers."""
+_STEP = {"cuda": 72 << 10, "hip": 32 << 10, "interpreter": 72 << 10}
+"""Bytes of keys and values that a step reads: 64 and 16 positions of DeepSeek's latents, of which more spill
+registers."""
 
 _PICKED = 36 << 10
 """The same of positions that were picked, which have an address each."""
@@ -30,6 +30,9 @@ _SUMS = 16 << 10
 """Elements of a tile's accumulator: query heads times dimensions of a value. Twice as many do not fit the registers."""
 
 _STEPS_OF_A_PART = 4
+
+_PARTS, _COLUMNS = 64, 64
+"""That a program joins at a time: most sequences have no more parts, and a head's columns go to several programs."""
 
 
 @dataclass(frozen=True)
@@ -45,8 +48,7 @@ class Tile:
 def tile_for(chip: Chip, group: int, d: int, row_bytes: int, picked: bool) -> Tile:
     """group: query heads of a key head.  d: dimensions of a value, a power of two.  row_bytes: that a position has."""
     heads, positions = max(16, min(triton.next_power_of_2(group), _SUMS // d)), _POSITIONS
-    step = _STEP.get(chip.name, _STEP[chip.vendor])
-    step = min(step, _PICKED) if picked else step
+    step = min(_STEP[chip.vendor], _PICKED) if picked else _STEP[chip.vendor]
     room = min(step, chip.shared - heads * row_bytes)  # queries are in shared memory, too
     while positions > 16 and positions * row_bytes > room:
         positions //= 2
@@ -106,16 +108,23 @@ def attending(
         scale=scale * math.log2(math.e), heads=heads, group=group, top_k=0 if picks is None else picks.shape[1],
         key_block=keys.stride(0), key_row=keys.stride(1), key_head=keys.stride(2),
         BLOCK=block, ONE=picks is None and block % tile.positions == 0, WINDOW=window, PARTED=parts > 1,
-        DOT=dot_type(chip, out.dtype), TILES=tiles,
+        DOT=dot_type(chip, out.dtype), TILES=tiles, FLAT=values is None or chip.vendor != "cuda",
         BH=tile.heads, BN=tile.positions, BD=bd, BE=max(16, triton.next_power_of_2(own["E"])),
     )  # fmt: skip
     launches = [Launch(attend.attend, (sequences, kv_heads * tiles, parts), arguments, tile.warps, tile.stages)]
     if parts > 1:
-        joined = dict(
-            parts=partial, stats=stats, starts=layout.starts, sinks=sinks, out=out, heads=heads, count=parts, D=d, BD=bd
-        )
-        launches.append(Launch(attend.merge, (sequences, heads), joined))
+        launches.append(joining(partial, stats, layout.starts, sinks, out))
     return launches
+
+
+def joining(parts: Tensor, stats: Tensor, starts: Tensor, sinks: Tensor | None, out: Tensor) -> Launch:
+    """Of parts [S, heads, count, D] and their stats [S, heads, count, 2]."""
+    sequences, heads, count, d = parts.shape
+    arguments = dict(
+        parts=parts, stats=stats, starts=starts, sinks=sinks, out=out, heads=heads, count=count,
+        D=d, BP=_PARTS, BD=_COLUMNS,
+    )  # fmt: skip
+    return Launch(attend.merge, (sequences, heads, -(-d // _COLUMNS)), arguments)
 
 
 def stack_picks(picks: Sequence[Tensor | None], device: torch.device) -> Tensor | None:
@@ -127,22 +136,22 @@ def stack_picks(picks: Sequence[Tensor | None], device: torch.device) -> Tensor 
     return torch.stack([everything if p is None else p[0] for p in picks])
 
 
-Run = Callable[[Tensor, Layout, Sequence[int]], Tensor]
-"""Attention of queries by a Layout of some of a batch's sequences, which are named."""
+Run = Callable[[Sequence[Tensor], Layout, Sequence[int]], Tensor]
+"""Attention of queries, in one tensor or in parts, by a Layout of some of a batch's sequences, which are named."""
 
 
-def by_length(q: Tensor, layout: Layout, decode: Run, prefill: Run) -> Tensor:
+def by_length(queries: Sequence[Tensor], layout: Layout, decode: Run, prefill: Run) -> Tensor:
     """decode takes the sequences with one new token, prefill those with several."""
     counts = [stop - start for start, stop in zip(layout.starts, layout.starts[1:])]
     if max(counts) == 1:
-        return decode(q, layout, range(len(counts)))
+        return decode(queries, layout, range(len(counts)))
     if 1 not in counts:
-        return prefill(q, layout, range(len(counts)))
-    out = None
+        return prefill(queries, layout, range(len(counts)))
+    out, q = None, queries[0]
     for run, chosen in ((decode, lambda count: count == 1), (prefill, lambda count: count > 1)):
         which = [s for s, count in enumerate(counts) if chosen(count)]
         rows = torch.cat([torch.arange(layout.starts[s], layout.starts[s + 1]) for s in which]).to(q.device)
-        part = run(q[rows], _only(layout, which), which)
+        part = run([q[rows] for q in queries], _only(layout, which), which)
         out = q.new_empty(len(q), *part.shape[1:]) if out is None else out
         out.index_copy_(0, rows, part)
     return out

@@ -1,10 +1,11 @@
 """The backend of ops.py for NVIDIA's and AMD's GPUs: kernels in Triton, which TRITON_INTERPRET=1 runs on a CPU.
 
 Kernels are linear (of packed weights), moe, route, rms_norm, rope, attention and latent_attention of sequences with one
-new token, and for `attend` one that norms, turns and stores before them. The rest is torch's: attention of sequences
-with several, top_positions, embedding, rotation, swiglu, products with plain matrices, and weights whose geometry
-`matmul.is_served` excludes. Nothing here waits for the device, and grids depend on shapes and the layout alone. An
-expert id that does not exist counts as −1, for to tell would mean to wait.
+new token, for `attend` and `attend_latents` ones that norm, turn and store before them, and for linears and dense one
+that adds up parts of several products. The rest is torch's: attention of sequences with several, top_positions,
+embedding, rotation, swiglu, products with plain matrices, and weights whose geometry `matmul.is_served` excludes.
+Nothing here waits for the device, and grids depend on shapes and the layout alone. An expert id that does not exist
+counts as −1, for to tell would mean to wait.
 """
 
 from __future__ import annotations
@@ -19,18 +20,19 @@ import triton
 from torch import Tensor
 
 from tutel_pack.kernels import torch_backend
-from tutel_pack.kernels.ops import Heads, Layout, Weight
+from tutel_pack.kernels.ops import Dense, Heads, Latent, Layout, Projection, Weight
 from tutel_pack.kernels.torch_backend import embedding, rotation, swiglu, top_positions  # noqa: F401  (served by torch)
 from tutel_pack.kernels.triton.activations import Activations, quantizing
 from tutel_pack.kernels.triton.attention import Queries, attending, by_length, stack_picks
 from tutel_pack.kernels.triton.chips import chip_of
-from tutel_pack.kernels.triton.heads import placing
+from tutel_pack.kernels.triton.heads import placing, placing_latents
 from tutel_pack.kernels.triton.launch import Launch
 from tutel_pack.kernels.triton.matmul import (
     Epilogue,
     Operand,
     Tiles,
     is_served,
+    joint,
     operand,
     problem_of,
     product,
@@ -43,13 +45,45 @@ from tutel_pack.kernels.triton.tiles import tile_for
 from tutel_pack.spec import ClampedSwiglu, Moe, Swiglu
 
 
+def _is_packed(w: Weight) -> bool:
+    return not isinstance(w, Tensor) and w.format.block is not None
+
+
 def linear(x: Tensor, w: Weight, bias: Tensor | None) -> Tensor:
-    if isinstance(w, Tensor) or w.format.block is None or not is_served(w):
+    if not _is_packed(w) or not is_served(w):
         return torch_backend.linear(x, w, bias)
     out = x.new_empty(len(x), w.shape[0])
     weight, chip = operand(w), chip_of(x.device)
     tile = tile_for(chip, problem_of(weight, len(x), x.dtype))
     for launch in product(chip, x.contiguous(), weight, out, tile, Epilogue(bias)):
+        launch.run()
+    return out
+
+
+def linears(x: Tensor, parts: Sequence[Projection]) -> list[Tensor]:
+    out = _joint(x, parts)
+    if out is None:
+        return [linear(x, w, bias) for w, bias in parts]
+    return list(out.split([w.shape[0] for w, _ in parts], dim=1))
+
+
+def dense(x: Tensor, dense: Dense) -> Tensor | None:
+    inner = _joint(x, (dense.gate, dense.up), dense.activation)
+    return None if inner is None else linear(inner, *dense.down)
+
+
+def _joint(
+    x: Tensor, parts: Sequence[Projection], activation: Swiglu | ClampedSwiglu | None = None
+) -> Tensor | None:
+    """See matmul.joint; None, too, for weights and biases that it is not for."""
+    weights, biases = zip(*parts)
+    if any(bias is not None for bias in biases) or not all(_is_packed(w) and is_served(w) for w in weights):
+        return None
+    found = joint(chip_of(x.device), x.contiguous(), [operand(w) for w in weights], activation)
+    if found is None:
+        return None
+    out, launches = found
+    for launch in launches:
         launch.run()
     return out
 
@@ -63,6 +97,13 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     x, out = _dense(x), torch.empty_like(x, memory_format=torch.contiguous_format)
     norming(x.reshape(-1, x.shape[-1]), weight, eps, out.view(-1, x.shape[-1])).run()
     return out
+
+
+def add_norm(x: Tensor, added: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    total, out = (torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(2))
+    x, added, *made = (t.view(-1, t.shape[-1]) for t in (_dense(x), _dense(added), total, out))
+    norming(x, weight, eps, made[1], added, made[0]).run()
+    return total, out
 
 
 def rope(x: Tensor, rotation: tuple[Tensor, Tensor], interleaved: bool) -> Tensor:
@@ -87,40 +128,66 @@ def attention(
     q: Tensor, keys: Tensor, values: Tensor, layout: Layout, window: int | None,
     scale: float | None, sinks: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    def decode(q: Tensor, layout: Layout, which: Sequence[int]) -> Tensor:
+    def decode(queries: Sequence[Tensor], layout: Layout, which: Sequence[int]) -> Tensor:
+        q = _dense(queries[0])
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
-        factor = q.shape[2] ** -0.5 if scale is None else scale
-        queries, chip = Queries(_dense(q)), chip_of(q.device)
-        for launch in attending(chip, queries, keys, values, layout.flat, out, factor, window, sinks):
+        factor, chip = q.shape[2] ** -0.5 if scale is None else scale, chip_of(q.device)
+        for launch in attending(chip, Queries(q), keys, values, layout.flat, out, factor, window, sinks):
             launch.run()
         return out
 
-    def prefill(q: Tensor, layout: Layout, which: Sequence[int]) -> Tensor:
-        return torch_backend.attention(q, keys, values, layout, window, scale, sinks)
+    def prefill(queries: Sequence[Tensor], layout: Layout, which: Sequence[int]) -> Tensor:
+        return torch_backend.attention(*queries, keys, values, layout, window, scale, sinks)
 
-    return by_length(q, layout, decode, prefill)
+    return by_length([q], layout, decode, prefill)
 
 
 def latent_attention(
     q: Tensor, entries: Tensor, up: Tensor, layout: Layout, scale: float, picks: Sequence[Tensor | None] | None
 ) -> Tensor:
-    """The up-projections of keys and values are absorbed: they are applied to queries and results, by torch."""
-    rank, nope = up.shape[2], q.shape[2] - (entries.shape[-1] - up.shape[2])
+    shared = entries.shape[-1] - up.shape[2]
+    parts = _dense(q).split([q.shape[2] - shared, shared], dim=-1)
+    return _attend_to_latents(parts, entries, up, layout, scale, picks)
 
-    def decode(q: Tensor, layout: Layout, which: Sequence[int]) -> Tensor:
-        q = _dense(q)
-        absorbed = torch.bmm(q[..., :nope].transpose(0, 1), up[:, :nope]).transpose(0, 1)
-        queries = Queries(absorbed, q[..., nope:] if nope < q.shape[2] else None)
-        latents, keys = q.new_empty(len(q), len(up), rank), entries[:, :, None]
-        seen = stack_picks([picks[s] for s in which], q.device) if picks else None
-        for launch in attending(chip_of(q.device), queries, keys, None, layout.flat, latents, scale, picks=seen):
+
+def attend_latents(
+    q: Tensor, kv: Tensor, entries: Tensor, layout: Layout, rotation: tuple[Tensor, Tensor], latent: Latent,
+    picks: Sequence[Tensor | None] | None,
+) -> Tensor | None:  # fmt: skip
+    if q.dtype != entries.dtype or entries.stride(2) != 1:
+        return None
+    q, shared = _dense(q).unflatten(1, (len(latent.up), -1)), kv.shape[1] - latent.up.shape[2]
+    nope, rotated = q.split([q.shape[2] - shared, shared], dim=-1)
+    turned, angles = rotated.new_empty(rotated.shape), [r.contiguous() for r in rotation]
+    placing_latents(rotated, _dense(kv), entries, layout.slots.contiguous(), angles, latent, turned).run()
+    return _attend_to_latents((nope, turned), entries, latent.up, layout, latent.scale, picks).flatten(1)
+
+
+def _attend_to_latents(
+    parts: Sequence[Tensor], entries: Tensor, up: Tensor, layout: Layout, scale: float,
+    picks: Sequence[Tensor | None] | None,
+) -> Tensor:  # fmt: skip
+    """`latent_attention` of queries in parts [T, heads, nope] and [T, heads, D]. The up-projections of keys and values
+    are absorbed: they are applied to queries and results, by torch."""
+    heads, made, rank = up.shape
+
+    def decode(queries: Sequence[Tensor], layout: Layout, which: Sequence[int]) -> Tensor:
+        nope, rest = queries
+        key_up, value_up = up.split([nope.shape[2], made - nope.shape[2]], dim=1)
+        absorbed = torch.bmm(nope.transpose(0, 1), key_up).transpose(0, 1)
+        latents, out = (nope.new_empty(len(nope), heads, n) for n in (rank, value_up.shape[1]))
+        seen = stack_picks([picks[s] for s in which], nope.device) if picks else None
+        given, keys = Queries(absorbed, rest if rest.shape[2] else None), entries[:, :, None]
+        for launch in attending(chip_of(nope.device), given, keys, None, layout.flat, latents, scale, picks=seen):
             launch.run()
-        return torch.bmm(latents.transpose(0, 1), up[:, nope:].transpose(1, 2)).transpose(0, 1).contiguous()
+        torch.bmm(latents.transpose(0, 1), value_up.transpose(1, 2), out=out.transpose(0, 1))
+        return out
 
-    def prefill(q: Tensor, layout: Layout, which: Sequence[int]) -> Tensor:
-        return torch_backend.latent_attention(q, entries, up, layout, scale, picks and [picks[s] for s in which])
+    def prefill(queries: Sequence[Tensor], layout: Layout, which: Sequence[int]) -> Tensor:
+        chosen = picks and [picks[s] for s in which]
+        return torch_backend.latent_attention(torch.cat(queries, dim=-1), entries, up, layout, scale, chosen)
 
-    return by_length(q, layout, decode, prefill)
+    return by_length(parts, layout, decode, prefill)
 
 
 def route(logits: Tensor, spec: Moe, correction: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -15,7 +16,7 @@ from tutel_pack.kernels.triton import grouped, sort
 from tutel_pack.kernels.triton.activations import STEP, Activations
 from tutel_pack.kernels.triton.chips import Chip
 from tutel_pack.kernels.triton.launch import Launch
-from tutel_pack.kernels.triton.tiles import Problem, Tile
+from tutel_pack.kernels.triton.tiles import Problem, Tile, tile_for
 from tutel_pack.spec import ClampedSwiglu, Swiglu
 
 PLAIN = "plain"
@@ -149,16 +150,17 @@ class Epilogue:
 def product(
     chip: Chip, x: Tensor | Activations, w: Operand, out: Tensor, tile: Tile, epilogue: Epilogue = Epilogue(),
     ids: Tensor | None = None, tiles: Tiles | None = None, gather: int = 0, scatter: bool = False,
+    apart: Tensor | None = None,
 ) -> list[Launch]:  # fmt: skip
     """Launches that fill out [rows, ·] from x and w.
 
     ids, tiles: of the pairs, for weights of experts.  gather: pairs of a token, where x is by token.  scatter: out is
-    by pair.
+    by pair.  apart: float32 [tile.split, rows, N], where the sums of parts of K are left, instead of in `out`.
     """
     e, n, k = w.shape
     rows = len(out)
-    parts = out
-    if tile.split > 1:
+    parts = out if tile.split == 1 else apart
+    if parts is None:
         parts = torch.empty(tile.split, rows, n, dtype=torch.float32, device=out.device)
     own = epilogue if tile.split == 1 else Epilogue(activation=epilogue.activation)
     tiles_m = len(tiles.expert) if tiles else -(-rows // tile.bm)
@@ -173,7 +175,7 @@ def product(
         segments=1 if w.factors is None else w.factors.shape[1],
         **w.stored(native or act is not None), scale_expert=0 if w.scale is None else w.scale.stride(0),
         scale_row=0 if w.scale is None else w.scale.stride(1),
-        out_row=parts.shape[-1], out_split=parts.stride(0) if tile.split > 1 else 0,
+        out_row=parts.stride(-2), out_split=parts.stride(0) if tile.split > 1 else 0,
         FMT=w.fmt, ACT=act, DOT=dot, NATIVE=native, PAIRS=chip.vendor == "cuda" and dot == tl.bfloat16,
         FRAGMENT=chip.vendor != "hip" and not native and not act and w.in_fragment_order(tile),
         BLOCK_N=w.block[0], BLOCK_K=w.block[1], E8M0=w.fmt == "fp8" and w.scale.dtype == torch.uint8,
@@ -182,9 +184,27 @@ def product(
     )  # fmt: skip
     grid = (tiles_m * -(-n // tile.bn), tile.split)
     launches = [Launch(grouped.grouped_matmul, grid, arguments, tile.warps, tile.stages)]
-    if tile.split > 1:
+    if tile.split > 1 and apart is None:
         launches.append(_finishing(parts, out, e, epilogue, ids, tiles and tiles.order, sorted_rows=not scatter))
     return launches
+
+
+def joint(
+    chip: Chip, x: Tensor, weights: Sequence[Operand], activation: Swiglu | ClampedSwiglu | None = None
+) -> tuple[Tensor, list[Launch]] | None:
+    """(out [rows, N], launches that fill it) with the products of x and several weights side by side, or with an
+    activation of two: the sums of parts of K are added up for all of them at once. None where K is not cut."""
+    widths = [w.shape[1] for w in weights]
+    tiles = [tile_for(chip, problem_of(w, len(x), x.dtype)) for w in weights]
+    split, columns = max(tile.split for tile in tiles), sum(widths)
+    if split == 1:
+        return None
+    out = x.new_empty(len(x), columns // 2 if activation else columns)
+    parts = torch.empty(split, len(x), columns, dtype=torch.float32, device=x.device)
+    launches = []
+    for w, tile, own in zip(weights, tiles, parts.split(widths, dim=2)):
+        launches += product(chip, x, w, out, replace(tile, split=split), apart=own)
+    return out, [*launches, _finishing(parts, out, 1, Epilogue(activation=activation), None, None, False)]
 
 
 def _taken(x: Tensor | Activations) -> dict[str, Tensor | int | None]:

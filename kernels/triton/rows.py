@@ -20,23 +20,36 @@ def inverse_root(x):
 
 
 @triton.jit(do_not_specialize=["rows"])
-def _rms_norm(x, weight, out, rows, x_row, eps, D: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr):
-    """x [rows, D], weight [D] -> out [rows, D]; BD: a power of two that D fits into."""
+def _rms_norm(
+    x, added, total, weight, out, rows, x_row, added_row, eps, D: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr
+):  # fmt: skip
+    """x [rows, D], weight [D] -> out [rows, D]; of x + added, which goes to total, unless they are None. BD: a power of
+    two that D fits into."""
     row = (tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR))[:, None]
     d = tl.arange(0, BD)[None, :]
     inside = (row < rows) & (d < D)
     y = tl.load(x + row * x_row + d, mask=inside, other=0.0).to(tl.float32)
+    if added is not None:
+        y += tl.load(added + row * added_row + d, mask=inside, other=0.0).to(tl.float32)
+        y = y.to(total.dtype.element_ty)
+        tl.store(total + row * D + d, y, mask=inside)
+        y = y.to(tl.float32)
     y *= inverse_root(tl.sum(y * y, axis=1) / D + eps)[:, None]
     y *= tl.load(weight + d, mask=d < D, other=0.0).to(tl.float32)
     tl.store(out + row * D + d, y.to(out.dtype.element_ty), mask=inside)
 
 
-def norming(x: Tensor, weight: Tensor, eps: float, out: Tensor) -> Launch:
-    """Of x [rows, D], strided by row, into out [rows, D]."""
+def norming(
+    x: Tensor, weight: Tensor, eps: float, out: Tensor, added: Tensor | None = None, total: Tensor | None = None
+) -> Launch:
+    """Of x [rows, D], strided by row, into out [rows, D]; or of x + added, which goes into total [rows, D]."""
     rows, d = x.shape
     bd = triton.next_power_of_2(d)
     br = max(1, _ELEMENTS // bd)
-    arguments = dict(x=x, weight=weight, out=out, rows=rows, x_row=x.stride(0), D=d, eps=float(eps), BR=br, BD=bd)
+    arguments = dict(
+        x=x, added=added, total=total, weight=weight, out=out, rows=rows, x_row=x.stride(0),
+        added_row=0 if added is None else added.stride(0), D=d, eps=float(eps), BR=br, BD=bd,
+    )  # fmt: skip
     return Launch(_rms_norm, (-(-rows // br),), arguments, warps=min(8, max(4, bd // 1024)))
 
 

@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from tutel_pack.formats import FORMATS, PackedTensor
-from tutel_pack.kernels.ops import ACTS, FlatLayout, Heads
+from tutel_pack.kernels.ops import ACTS, FlatLayout, Heads, Latent
 from tutel_pack.kernels.triton.activations import quantizing
 from tutel_pack.kernels.triton.aot import Compiled, compile_for
 from tutel_pack.kernels.triton.attention import Queries, attending
 from tutel_pack.kernels.triton.backend import routing
 from tutel_pack.kernels.triton.chips import CHIPS, Chip
-from tutel_pack.kernels.triton.heads import placing
+from tutel_pack.kernels.triton.heads import placing, placing_latents
 from tutel_pack.kernels.triton.launch import Launch
 from tutel_pack.kernels.triton.matmul import Epilogue, Operand, Tiles, operand, problem_of, product, sorting, summing
 from tutel_pack.kernels.triton.rows import norming, rotating
@@ -112,7 +112,7 @@ def attention(chip: Chip) -> list[Variant]:
     """One sequence of 32768 positions: 8 query heads to a key head, as Qwen3 and Qwen3-Next have; 128 to the latents of
     DeepSeek-V3; the options of GLM-5 and gpt-oss; and what belongs to it."""
     grouped, merge = _attending(chip, 32, _meta(512, 64, 4, 128))
-    latent, _ = _attending(chip, 128, _meta(512, 64, 1, 576), rank=512)
+    latent, joined = _attending(chip, 128, _meta(512, 64, 1, 576), rank=512)
     sparse, _ = _attending(chip, 64, _meta(512, 64, 1, 576), rank=512, picks=_meta(1, 2048, dtype=torch.int64))
     near, *_ = _attending(chip, 64, _meta(512, 64, 8, 64), window=128, sinks=_meta(64))
     wide, _ = _attending(chip, 16, _meta(512, 64, 2, 256))
@@ -124,12 +124,15 @@ def attention(chip: Chip) -> list[Variant]:
         Variant("attend picked latents", sparse),
         Variant("attend window with sinks", near),
         Variant("merge", merge),
+        Variant("merge latents", joined),
         Variant("rms_norm 7168", norming(_meta(1, 7168), _meta(7168), 1e-6, _meta(1, 7168))),
+        Variant("add and rms_norm 7168", norming(_meta(1, 7168), _meta(7168), 1e-6, *[_meta(1, 7168)] * 3)),
         Variant("rms_norm 128", norming(_meta(32, 128), _meta(128), 1e-6, _meta(32, 128))),
         Variant("rope", rotating(_meta(1, 128, 64), (angles, angles), True, _meta(1, 128, 64))),
         Variant("place normed heads", _placing(32, 4, 128, 64, Heads(_meta(128), _meta(128), 1e-6))),
         Variant("place heads", _placing(64, 8, 64, 32, Heads())),
         Variant("place wide heads, a part turned", _placing(16, 2, 256, 32, Heads(_meta(256), _meta(256), 1e-6))),
+        Variant("place latents", _placing_latents(128, 512, 64)),
     ]
 
 
@@ -137,6 +140,13 @@ def _placing(heads: int, kv_heads: int, d: int, half: int, how: Heads) -> Launch
     q, k, v = (_meta(1, n * d) for n in (heads, kv_heads, kv_heads))
     pool, angles = _meta(512, 64, kv_heads, d), _meta(1, half, dtype=torch.float32)
     return placing(q, k, v, pool, pool, _meta(1, dtype=torch.int64), (angles, angles), how, _meta(1, heads, d))
+
+
+def _placing_latents(heads: int, rank: int, turned: int) -> Launch:
+    q, kv, angles = _meta(1, heads, 128 + turned), _meta(1, rank + turned), _meta(1, turned // 2, dtype=torch.float32)
+    how = Latent(None, None, (q, None), (kv, None), _meta(rank), q, (q, None), 0.1, 1e-6, interleaved=True)
+    pool, slots = _meta(512, 64, rank + turned), _meta(1, dtype=torch.int64)
+    return placing_latents(q[..., 128:], kv, pool, slots, (angles, angles), how, _meta(1, heads, turned))
 
 
 def _attending(chip: Chip, heads: int, keys: Tensor, rank: int | None = None, **how) -> list[Launch]:

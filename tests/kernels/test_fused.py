@@ -172,10 +172,10 @@ def test_routed(ops, kind, tokens, dtype):
 
 def test_tokens_that_are_not_used_pass_no_expert(ops):
     experts = experts_of(Router(), Swiglu(), False)
-    x, used = normal(5, 96, seed=9), torch.tensor([True, False, True, True, False])
-    got, expected = ops.routed(x, experts, used), ops.routed(x, experts)
-    assert_close(got[used], expected[used])
-    assert not got[~used].any() and expected[~used].abs().max() > 0.01
+    x, unused = normal(5, 96, seed=9), torch.tensor([False, True, False, False, True])
+    got, expected = ops.routed(x, experts, unused), ops.routed(x, experts)
+    assert_close(got[~unused], expected[~unused])
+    assert not got[unused].any() and expected[unused].abs().max() > 0.01
 
 
 def with_shared(experts: Experts, gated: bool) -> Experts:

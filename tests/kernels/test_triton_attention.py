@@ -10,13 +10,14 @@ import pytest
 import torch
 from tests.kernels import interpreted
 from tests.kernels.latents import Latents
-from tests.kernels.reference import DTYPES, tolerance, worst_tile
+from tests.kernels.reference import DTYPES, UNIT, tolerance, worst_tile
 from tests.kernels.test_attention import D, Case
+from tests.kernels.test_fused import normal
 from tests.kernels.test_options import expected_attention
 from tests.kernels.test_small_ops import assert_rounded_once, x_of
 
 from tutel_pack.kernels import torch_backend
-from tutel_pack.kernels.ops import Layout
+from tutel_pack.kernels.ops import Layout, Ops
 from tutel_pack.spec import Rope
 
 WIDE_AND_NARROW = [torch.float32, torch.bfloat16]
@@ -56,6 +57,7 @@ DECODE = {
     "window": (Case([2, 30, 9], [1, 1, 1], window=20), {"parts": 2}),
     "steps within blocks": (Case([15, 70], [1, 1], block=32), {}),
     "a window that begins within a step": (Case([60, 33], [1, 1], window=30, block=16), {"parts": 2}),
+    "more parts than are joined at once": (Case([1200, 3], [1, 1]), {"parts": 70}),  # of which 37 are empty
     "window of one": (Case([0, 9], [1, 1], window=1), {"parts": 1}),
 }
 
@@ -112,6 +114,59 @@ def test_mixed_batches_are_shared_with_torch(dtype):
     got = interpreted.op("attention", case.q, case.keys, case.values, case.layout, 9, 0.2, sinks).result()
     expected = expected_attention(case, 0.2, sinks.double().numpy())
     assert worst_tile(got.flatten(0, 1), expected, [np.array([i]) for i in range(len(expected))]) < case.limit()
+
+
+def merge(parts, stats, sinks, dtype, damage="") -> torch.Tensor:
+    """Run by a worker: [S, heads, D] of parts [S, heads, count, D] and stats [S, heads, count, 2]."""
+    from tutel_pack.kernels.triton.attention import joining
+
+    if damage == "a part is left out":
+        stats = stats.clone()
+        stats[..., -1, 0] = -torch.inf
+    if damage == "parts are swapped":
+        parts = parts[:, :, [1, 0, *range(2, parts.shape[2])]].contiguous()
+    sequences, heads, _, d = parts.shape
+    out = torch.full((sequences, heads, d), torch.nan, dtype=dtype)
+    joining(parts, stats, torch.arange(sequences + 1), sinks, out).run()
+    return out
+
+
+def merge64(parts, stats, sinks) -> np.ndarray:
+    """[S · heads, D]"""
+    parts, best, total = (t.double().numpy() for t in (parts, stats[..., 0], stats[..., 1]))
+    powers = 2.0 ** (best - best.max(2, keepdims=True))
+    added = (parts * powers[..., None]).sum(2)
+    below = (total * powers).sum(2)
+    if sinks is not None:
+        below += np.exp(sinks.double().numpy()[None] - best.max(2) * np.log(2))
+    return (added / below[..., None]).reshape(-1, parts.shape[3])
+
+
+def parts_of(count: int, d: int, sequences: int = 2, heads: int = 3) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of logits that differ by many powers of two; the second of five is empty."""
+    best, total = (normal(sequences, heads, count, seed=s) for s in (1, 2))
+    stats = torch.stack([6 * best, total.abs() + 0.5], dim=-1)
+    stats[:, :, 1::5] = torch.tensor([-torch.inf, 0])
+    return normal(sequences, heads, count, d) * stats[..., 1:], stats
+
+
+@pytest.mark.parametrize("sinks", [False, True], ids=["", "sinks"])
+@pytest.mark.parametrize("count, d", [(2, 128), (63, 20), (64, 64), (65, 512), (200, 100)])
+def test_parts_are_joined(count, d, sinks):
+    parts, stats = parts_of(count, d)
+    sinks = x_of(3, dtype=torch.float32, scale=4) if sinks else None
+    function = "tests.kernels.test_triton_attention:merge"
+    runs = [
+        interpreted.submit(function, parts, stats, sinks, torch.float32, damage)
+        for damage in ("", "", "a part is left out", "parts are swapped")
+    ]
+    once, twice, *wrong = (run.result().flatten(0, 1) for run in runs)
+    expected = merge64(parts, stats, sinks)
+    rows = [np.array([i]) for i in range(len(expected))]
+    limit = tolerance(torch.float32, count) + 16 * UNIT[torch.float32]  # a power's, for exponents below 32 are rounded
+    assert torch.equal(once, twice) and worst_tile(once, expected, rows) < limit
+    for got in wrong if count > 2 else wrong[1:]:
+        assert worst_tile(got, expected, rows) > limit
 
 
 def test_prefill_is_torch_s():
@@ -226,6 +281,28 @@ def halves(*shape: int) -> torch.Tensor:
     """Of numbers that float16 has, and none so small that what is made of it has fewer digits."""
     x = x_of(*shape, dtype=torch.float16, scale=3).float()
     return torch.where(x.abs() < 0.05, 0.5, x)
+
+
+def test_rms_norm_of_a_sum():
+    """Whose parts are rows apart; the norm is of the sum as it is rounded."""
+    whole, weight = halves(40, 250), 1 + x_of(72, dtype=torch.bfloat16, scale=0.3)
+    x, added = whole[:, :72], whole[:, 100:172]
+    for dtype in DTYPES:
+        function = "tests.kernels.test_triton_attention:norm_of_a_sum"
+        total, normed = interpreted.submit(function, x.to(dtype), added.to(dtype), weight).result()
+        exact = x.to(dtype).double() + added.to(dtype).double()
+        if dtype == torch.bfloat16:  # which the interpreter makes by cutting off
+            exact = (exact.float().view(torch.int32) & -(1 << 16)).view(torch.float32)
+        assert torch.equal(total, exact.to(dtype)) and not torch.equal(total, x.to(dtype))
+        assert torch.equal(normed, interpreted.op("rms_norm", total, weight, 1e-5).result())
+        assert not torch.equal(normed, interpreted.op("rms_norm", x.to(dtype), weight, 1e-5).result())
+
+
+def norm_of_a_sum(x, added, weight) -> tuple[torch.Tensor, torch.Tensor]:
+    """Run by a worker."""
+    ops = Ops("triton")
+    assert ops._fused["add_norm"]
+    return ops.add_norm(x, added, weight, 1e-5)
 
 
 def test_rms_norm():

@@ -20,11 +20,11 @@ from tests.kernels.reference import (
     worst_tile,
 )
 from tests.kernels.test_attention import Case
-from tests.kernels.test_fused import Attention
+from tests.kernels.test_fused import Attention, normal
 from tests.kernels.test_products import MoeCase, x_of
 from tests.kernels.test_triton_act import SHAPES, act64, expected, stored64, unusual
-from tests.kernels.test_triton_attention import DECODE, LATENTS
-from tests.kernels.test_triton_heads import CASES, expected64, limit, worst_head
+from tests.kernels.test_triton_attention import DECODE, LATENTS, merge64, parts_of
+from tests.kernels.test_triton_heads import CASES, PLACED, expected64, limit, worst_head
 from tests.kernels.test_triton_products import ACTIVATION, FORMATS_HERE, LINEAR, MOE, clamped64
 from tests.kernels.test_triton_routing import ROUTERS, route64
 from tests.runtime.test_graphs import BLOCK, PROMPTS, SMALL, differences, small_decoder
@@ -33,7 +33,8 @@ from tutel_pack.formats import PackedTensor
 from tutel_pack.kernels.ops import ACTS, get_ops
 from tutel_pack.kernels.triton.activations import quantizing
 from tutel_pack.kernels.triton.chips import chip_of
-from tutel_pack.kernels.triton.heads import placing
+from tutel_pack.kernels.triton.attention import joining
+from tutel_pack.kernels.triton.heads import placing, placing_latents
 from tutel_pack.kernels.triton.matmul import Epilogue, operand, problem_of, product
 from tutel_pack.kernels.triton.tiles import tile_for
 from tutel_pack.runtime.batch import Batch
@@ -189,6 +190,39 @@ def test_heads_are_placed(name, dtype):
     q, k, v, slots = on_gpu(case.q, case.k, case.v, case.layout.slots)
     placing(q, k, v, *pools, slots, rotation, replace(h, **norms), turned).run()
     assert worst_head([t.cpu() for t in (turned, *pools)], expected64(case)) < limit(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", PLACED)
+def test_latents_are_placed(name, dtype):
+    case = PLACED[name].build(dtype)
+    q, kv, entries, slots, norm, *rotation = on_gpu(
+        case.q, case.kv, case.entries, case.slots, case.norm, *case.rotation
+    )
+    turned = torch.full(q.shape, torch.nan, dtype=dtype, device="cuda")
+    placing_latents(q, kv, entries, slots, rotation, replace(case.how, kv_norm=norm), turned).run()
+    assert worst_head([t.cpu() for t in case.parts(turned, entries)], case.expected()) < limit(dtype)
+
+
+@pytest.mark.parametrize("count, d", [(2, 128), (65, 512), (600, 100)])
+def test_parts_are_joined(count, d):
+    parts, stats = parts_of(count, d)
+    out = torch.full((*parts.shape[:2], d), torch.nan, device="cuda")
+    joining(*on_gpu(parts, stats, torch.arange(len(parts) + 1)), None, out).run()
+    expected = merge64(parts, stats, None)
+    rows, limit = [np.array([i]) for i in range(len(expected))], tolerance(torch.float32, count)
+    assert worst_tile(out.cpu().flatten(0, 1), expected, rows) < limit + 16 * UNIT[torch.float32]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_products_share_a_sum(dtype, ops):
+    """Of so few rows that K is cut into parts."""
+    x, rows = normal(3, 2048, dtype=dtype), (96, 33)
+    weights = [random_packed("fp8", (n, 2048), seed=n) for n in rows]
+    got = ops.linears(x.cuda(), [(w.to("cuda"), None) for w in weights])
+    assert got[0]._base is not None and got[0]._base is got[1]._base, "one tensor has both"
+    for y, w in zip(got, weights):
+        assert worst_tile(y.cpu(), linear64(x, decode64(w))) < tolerance(dtype, 2048)
 
 
 @pytest.fixture(params=ACTS)

@@ -12,12 +12,21 @@ import numpy as np
 import pytest
 import torch
 from tests.kernels import interpreted
-from tests.kernels.reference import decode64, linear64, moe64, random_packed, tokens_of_experts, tolerance, worst_tile
+from tests.kernels.reference import (
+    decode64,
+    linear64,
+    moe64,
+    random_packed,
+    swiglu64,
+    tokens_of_experts,
+    tolerance,
+    worst_tile,
+)
 from tests.kernels.test_products import CONTROLS, MoeCase, one_neighbours_scale, x_of
 
 from tutel_pack.formats import FORMATS, PackedTensor
-from tutel_pack.kernels.ops import get_ops
-from tutel_pack.spec import ClampedSwiglu
+from tutel_pack.kernels.ops import Dense, get_ops
+from tutel_pack.spec import ClampedSwiglu, Swiglu
 
 FORMATS_HERE = ["fp8", "mxfp4", "nvfp4", "int4"]
 
@@ -189,6 +198,61 @@ def test_parts_of_k_and_the_natural_order():
     calls = [interpreted.submit(function, made, ACTIVATION, biases, *how) for how in ((2, False), (1, True))]
     for y in calls:
         _check_moe(case, y.result(), made, **rest)
+
+
+def jointly(op: str, split: int, *arguments) -> tuple[list[torch.Tensor], list[str]]:
+    """Run by a worker: linears or dense, and the kernels that it takes. split: parts of the widest weight's K; the
+    others' would be whole."""
+    from tutel_pack.kernels.triton import matmul
+    from tutel_pack.kernels.triton.launch import Launch
+
+    ops, kept, names = get_ops("triton"), (matmul.tile_for, Launch.run), []
+    widest = max(w.shape[0] for w, _ in (arguments[1] if op == "linears" else (arguments[1].gate,)))
+    matmul.tile_for = lambda chip, p: replace(kept[0](chip, p), split=split if p.n == widest else 1)
+    Launch.run = lambda self: names.append(self.kernel.__name__) or kept[1](self)
+    try:
+        out = getattr(ops, op)(*arguments)
+    finally:
+        matmul.tile_for, Launch.run = kept
+    return [*out] if op == "linears" else [out], names
+
+
+def submit_jointly(*arguments):
+    return interpreted.submit("tests.kernels.test_triton_products:jointly", *arguments)
+
+
+@pytest.mark.parametrize("fmt", FORMATS_HERE)
+def test_linears_share_a_sum(fmt):
+    """Where there is one, and no bias: otherwise they are made one by one."""
+    x, rows = x_of(3, 288, dtype=torch.float32), (40, 17, 130)
+    parts = [(random_packed(fmt, (n, 288), seed=n), None) for n in rows]
+    biased = [*parts[:2], (parts[2][0], x_of(130, dtype=torch.float32))]
+    runs = [submit_jointly("linears", *how) for how in ((2, x, parts), (1, x, parts), (2, x, biased))]
+    for run, finishes, given in zip(runs, (1, 0, 0), (parts, parts, biased)):
+        got, names = run.result()
+        assert names == ["grouped_matmul"] * 3 + ["finish"] * finishes
+        for y, (w, bias) in zip(got, given, strict=True):
+            assert worst_tile(y, linear64(x, decode64(w), bias)) < tolerance(torch.float32, 288)
+    first, second, _ = got
+    assert worst_tile(first[:, :17], linear64(x, decode64(parts[1][0]))) > tolerance(torch.float32, 288)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("activation", [Swiglu(), ACTIVATION], ids=["swiglu", "clamped"])
+def test_dense_shares_a_sum(activation, dtype):
+    shapes, x = ((96, 288), (96, 288), (50, 96)), x_of(5, 288, dtype=dtype)
+    gate, up, down = (random_packed("nvfp4", shape, seed=i) for i, shape in enumerate(shapes))
+    dense = Dense((gate, None), (up, None), (down, None), activation)
+    swapped = replace(dense, gate=dense.up, up=dense.gate)
+    runs = [submit_jointly("dense", split, x, given) for split, given in ((2, dense), (1, dense), (2, swapped))]
+    inner = (clamped64 if activation is ACTIVATION else swiglu64)(*(linear64(x, decode64(w)) for w in (gate, up)))
+    expected = np.stack([decode64(down) @ row for row in inner])
+    (joint,), names = runs[0].result()
+    assert names == ["grouped_matmul", "grouped_matmul", "finish", "grouped_matmul"]
+    for (got,), _ in (runs[0].result(), runs[1].result()):
+        assert worst_tile(got, expected) < tolerance(dtype, 288)
+    (wrong,), _ = runs[2].result()
+    assert worst_tile(wrong, expected) > tolerance(dtype, 288) < worst_tile(torch.zeros_like(joint), expected)
 
 
 def test_many_experts():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
@@ -11,6 +12,7 @@ import torch
 from tests.kernels import interpreted
 from tests.kernels.reference import random_packed
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tutel_pack.formats import FORMATS, PackedTensor
 from tutel_pack.kernels import torch_backend
@@ -125,8 +127,44 @@ def test_a_step_never_asks_the_host(name, chip, nothing_runs, monkeypatch):
         logits = run_without_host(weightless(spec, fmt))
         assert logits.shape == (4, spec.vocab)
     names = {launch.kernel.__name__ for launch in nothing_runs}
-    assert ("place_heads" in names) == isinstance(spec.layers[0].attention, Attention)
+    placed = {Attention: "place_heads", Mla: "place_latents"}[type(spec.layers[0].attention)]
+    assert names & {"place_heads", "place_latents"} == {placed}
     assert {"grouped_matmul", "sort_pairs", "sum_pieces", "route", "attend"} <= names
+
+
+class Computing(TorchDispatchMode):
+    """Counts torch's operations that are launches, as those are that neither view nor allocate."""
+
+    def __init__(self, found: list[str]):
+        super().__init__()
+        self._found = found
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        views = any(a.alias_info is not None and not a.alias_info.is_write for a in func._schema.arguments)
+        if not views and "empty" not in func.overloadpacket.__name__:
+            self._found.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+LAUNCHES = {"DeepSeek-V3": 60, "Kimi-K2": 62, "Qwen3-30B-A3B": 44, "gpt-oss-120b": 49}
+"""Of two layers with experts, for one sequence of 32768 positions on sm_90, at most."""
+
+
+@pytest.mark.parametrize("name", LAUNCHES)
+def test_a_layer_takes_few_launches(name, nothing_runs, monkeypatch):
+    monkeypatch.setattr(backend, "chip_of", lambda device: chips.CHIPS["sm_90"])
+    monkeypatch.setattr(Launch, "run", lambda self: found.append(self.kernel.__name__))
+    counts = []
+    for last in (5, 7):  # of gpt-oss, layers alternate
+        decoder, found = weightless(replace(KNOWN[name], layers=KNOWN[name].layers[3:last], mtp=())), []
+        step = Step(decoder, decoder.new_cache(1024), 1, 512, spare=0)
+        step.run()
+        found.clear()
+        with Computing(found):
+            step.run()
+        counts.append(Counter(found))
+    more = counts[1] - counts[0]
+    assert more["grouped_matmul"] and more["attend"] == 2 and sum(more.values()) <= LAUNCHES[name], more
 
 
 @pytest.mark.parametrize("grouped", [True, False])
