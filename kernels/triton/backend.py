@@ -1,10 +1,11 @@
 """The backend of ops.py for NVIDIA's and AMD's GPUs: kernels in Triton, which TRITON_INTERPRET=1 runs on a CPU.
 
-Kernels are linear (of packed weights), moe, route, rms_norm, rope, attention and latent_attention of sequences with one
-new token, and for `attend` one that norms, turns and stores before them. The rest is torch's: attention of sequences
-with several, top_positions, embedding, rotation, swiglu, products with plain matrices, and weights whose geometry
-`matmul.is_served` excludes. Nothing here waits for the device, and grids depend on shapes and the layout alone. An
-expert id that does not exist counts as −1, for to tell would mean to wait.
+Kernels are linear (of packed weights, and of plain ones in another dtype than x's, as heads and routers are), moe,
+route, rms_norm, rope, attention and latent_attention of sequences with one new token, and for `attend` one that norms, turns
+and stores before them. The rest is torch's: attention of sequences with several, top_positions, embedding, rotation,
+swiglu, products with matrices in x's dtype, and weights whose geometry `matmul.is_served` excludes. Nothing here waits
+for the device, and grids depend on shapes and the layout alone. An expert id that does not exist counts as −1, for to
+tell would mean to wait.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from tutel_pack.kernels.triton.matmul import (
     Epilogue,
     Operand,
     Tiles,
+    elements,
     is_served,
     operand,
     problem_of,
@@ -44,7 +46,8 @@ from tutel_pack.spec import ClampedSwiglu, Moe, Swiglu
 
 
 def linear(x: Tensor, w: Weight, bias: Tensor | None) -> Tensor:
-    if isinstance(w, Tensor) or w.format.block is None or not is_served(w):
+    plain = elements(w)
+    if not is_served(w) or (plain is not None and plain.dtype == x.dtype):
         return torch_backend.linear(x, w, bias)
     out = x.new_empty(len(x), w.shape[0])
     weight, chip = operand(w), chip_of(x.device)
