@@ -1,11 +1,11 @@
 """The backend of ops.py for NVIDIA's and AMD's GPUs: kernels in Triton, which TRITON_INTERPRET=1 runs on a CPU.
 
 Kernels are linear (of packed weights, and of plain ones in another dtype than x's, as heads and routers are), moe,
-route, rms_norm, rope, attention and latent_attention of sequences with one new token, and for `attend` one that norms, turns
-and stores before them. The rest is torch's: attention of sequences with several, top_positions, embedding, rotation,
-swiglu, products with matrices in x's dtype, and weights whose geometry `matmul.is_served` excludes. Nothing here waits
-for the device, and grids depend on shapes and the layout alone. An expert id that does not exist counts as −1, for to
-tell would mean to wait.
+route, rms_norm, rope, attention and latent_attention of sequences with one new token, and for `attend` one that norms,
+turns and stores before them. The rest is torch's: attention of sequences with several, top_positions, embedding,
+rotation, swiglu, products with matrices in x's dtype, and weights whose geometry `matmul.is_served` excludes. Nothing
+here waits for the device, and grids depend on shapes and the layout alone. An expert id that does not exist counts as
+−1, for to tell would mean to wait.
 """
 
 from __future__ import annotations

@@ -59,7 +59,7 @@ class Operand:
         return tile.bk == {"fp8": 64, PLAIN: 0}.get(self.fmt, 128) and tile.bn % (16 * tile.warps) == 0
 
     def takes(self, act: str) -> bool:
-        """Whether it can be multiplied with activations in that format; scales of fp8 go to sums of whole steps then."""
+        """Whether it can be multiplied with activations in that format; scales of fp8 go to sums of whole steps."""
         if self.fmt != "fp8":
             return ACTS[act] == self.fmt
         return ACTS[act] == "fp8" and self.scale.dtype == torch.float32 and _fits(self.block[1], STEP, self.shape[2])

@@ -138,7 +138,7 @@ def test_compilations_are_few():
     assert {name for case in quick for name in case.values[1:]} == set(QUICK)
 
 
-@pytest.mark.parametrize("fmt, unit", [("fp8", "wgmma"), ("int4", None)])
+@pytest.mark.parametrize("fmt, unit", [("fp8", "wgmma"), pytest.param("int4", None, marks=pytest.mark.slow)])
 def test_float32_tokens_fit(fmt, unit):
     """In the largest tile: as parts that matrix units take, or as they are where decoded weights are no bfloat16."""
     chip = CHIPS["sm_90"]

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import json
-import shutil
 from contextlib import contextmanager
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
 from tests.kernels.test_products import x_of
 from torch._subclasses.fake_tensor import FakeTensorMode
-from triton.runtime.errors import OutOfResources, PTXASError
 
 from tutel_pack.errors import InputError
 from tutel_pack.formats import FORMATS, PackedTensor
 from tutel_pack.kernels import ops, torch_backend
-from tutel_pack.kernels.triton import backend, tiles, tune
+from tutel_pack.kernels.triton import backend, tiles
 from tutel_pack.kernels.triton.chips import CHIPS, Chip
 from tutel_pack.kernels.triton.launch import Launch
 from tutel_pack.kernels.triton.matmul import is_served, operand, problem_of
@@ -115,52 +111,6 @@ def test_decoded_weights_that_are_bfloat16_take_parts(fmt, in_parts):
 def test_an_unknown_chip_takes_its_vendors_tiles():
     assert tile_for(Chip("sm_86", "cuda", 84, 99 << 10, 255, 32), EXPERTS).stages == 2
     assert tile_for(Chip("gfx90a", "hip", 104, 64 << 10, 512, 64), EXPERTS).instruction.startswith("v_mfma")
-
-
-def test_what_the_tuner_writes_is_used(tmp_path, monkeypatch):
-    shutil.copy(tiles.TABLES / "sm_90.json", tmp_path)
-    path = tmp_path / "sm_90.json"
-    rule = json.loads(path.read_text())["rule"]
-    monkeypatch.setattr(tiles, "TABLES", tmp_path)
-    tiles.table_of.cache_clear()
-    best = replace(tile_for(H100, EXPERTS), bn=64, split=4)
-    tune.write(path, EXPERTS, best)
-    tiles.table_of.cache_clear()
-    assert tile_for(H100, EXPERTS) == best and tile_for(H100, replace(EXPERTS, rows=7)) == best
-    assert tile_for(H100, replace(EXPERTS, rows=9)) != best
-    assert tile_for(H100, replace(EXPERTS, float32=True)) != best
-    assert json.loads(path.read_text())["rule"] == rule
-    tiles.table_of.cache_clear()
-
-
-class Refused(SimpleNamespace):
-    """A launch that fails to compile."""
-
-    arguments, options = dict(FMT="mxfp4", BM=16, BN=256, BK=128, SPLIT=1), {"num_warps": 4}
-
-    def run(self) -> None:
-        raise self.error
-
-
-REFUSALS = {
-    "too large": (OutOfResources(300000, 232448, "shared memory"), ""),
-    "the assembler": (PTXASError("ptxas fatal: out of registers"), "PTXASError: PTXAS error: ptxas fatal: out of reg"),
-    "a pass": (RuntimeError("PassManager::run failed"), "'BN': 256, 'BK': 128, 'SPLIT': 1}, {'num_warps': 4}: Runtime"),
-}
-
-
-@pytest.mark.parametrize("name", REFUSALS)
-def test_the_tuner_passes_over_what_does_not_compile(name, capsys):
-    error, message = REFUSALS[name]
-    assert tune._milliseconds([Refused(error=error)]) == float("inf")
-    printed = capsys.readouterr().out
-    assert message in printed and bool(message) == bool(printed)
-
-
-def test_the_tuner_writes_no_tile_that_does_not_run(capsys):
-    with pytest.raises(SystemExit, match="No tile of mxfp4 128x1536x2048 8 runs here"):
-        tune.fastest(H100, EXPERTS, lambda tile: [Refused(error=RuntimeError("an illegal memory access"))])
-    assert "an illegal memory access" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
