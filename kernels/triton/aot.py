@@ -87,9 +87,8 @@ def compile_for(chip: Chip, launch: Launch) -> Compiled:
 
 
 def compile_here(chip: Chip, launch: Launch) -> Compiled:
-    """The same for the GPU that is here, just as a launch would have it done: later launches, of any process, find it
-    in Triton's cache. Its tensors may be on "meta"."""
-    return _facts(chip, launch.kernel.warmup(**launch.arguments, **launch.options, grid=launch.grid))
+    """The same for the GPU that is here, by `Launch.compile`."""
+    return _facts(chip, launch.compile())
 
 
 def _facts(chip: Chip, made: CompiledKernel) -> Compiled:

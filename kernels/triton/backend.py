@@ -24,7 +24,7 @@ from tutel_pack.kernels.ops import Heads, Layout, Weight
 from tutel_pack.kernels.torch_backend import embedding, rotation, swiglu, top_positions  # noqa: F401  (served by torch)
 from tutel_pack.kernels.triton.activations import Activations, quantizing
 from tutel_pack.kernels.triton.attention import Queries, attending, by_length, stack_picks
-from tutel_pack.kernels.triton.chips import chip_of
+from tutel_pack.kernels.triton.chips import Chip, chip_of
 from tutel_pack.kernels.triton.heads import placing
 from tutel_pack.kernels.triton.launch import Launch
 from tutel_pack.kernels.triton.matmul import (
@@ -158,18 +158,18 @@ def moe(
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     first, second = Epilogue(gate_up_bias, None, activation), Epilogue(down_bias, weights.contiguous())
     x, ids = x.contiguous(), ids.contiguous()
-    for launch in experts(x, ids, operand(gate_up), operand(down), first, second, out, act):
+    for launch in experts(chip_of(x.device), x, ids, operand(gate_up), operand(down), first, second, out, act):
         launch.run()
     return out
 
 
 def experts(
-    x: Tensor, ids: Tensor, gate_up: Operand, down: Operand, first: Epilogue, second: Epilogue, out: Tensor,
-    act: str | None = None,
+    chip: Chip, x: Tensor, ids: Tensor, gate_up: Operand, down: Operand, first: Epilogue, second: Epilogue,
+    out: Tensor, act: str | None = None,
 ) -> list[Launch]:  # fmt: skip
     """What fills out [T, H]: the sort, the two products, the sum. first, second: what follows the products.  act: of
     activations, where a weight can take them so."""
-    (count, h, i), pairs, chip = down.shape, ids.numel(), chip_of(x.device)
+    (count, h, i), pairs = down.shape, ids.numel()
     acts = [act if act and w.takes(act) else None for w in (gate_up, down)]
     problem = problem_of(gate_up, pairs, x.dtype, acts[0])
     up, back = tile_for(chip, problem), tile_for(chip, problem_of(down, pairs, x.dtype, acts[1]))

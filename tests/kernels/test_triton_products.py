@@ -72,12 +72,18 @@ def test_linear_of_plain_weights(case):
         assert worst_tile(y, linear64(x, w.double().numpy(), bias)) < tolerance(of_x, k)
 
 
-def test_float32_tokens_keep_all_of_their_bits():
-    """By weights of one, whatever their sizes; by others, bits that are left out would be seen."""
+def all_bits() -> torch.Tensor:
+    """float32 [7, 96] of any size whose last bit is no subnormal."""
     bits = torch.randint(-(2**31), 2**31, (7, 96), generator=torch.Generator().manual_seed(1)).int()
     x = bits.view(torch.float32)
-    x = torch.where(x.isfinite() & (x.abs() > 2.0**-100), x, 1.0)  # what is 2^-24 of it is no subnormal
+    x = torch.where(x.isfinite() & (x.abs() > 2.0**-100), x, 1.0)
     x[0, :2] = torch.tensor([torch.finfo(torch.float32).max, -(2.0**-100)])
+    return x
+
+
+def test_float32_tokens_keep_all_of_their_bits():
+    """By weights of one, whatever their sizes; by others, bits that are left out would be seen."""
+    x = all_bits()
     ones = interpreted.op("linear", x, torch.eye(96, dtype=torch.bfloat16))
     w, x1 = random_packed("fp8", (40, 96)), x_of(3, 96, dtype=torch.float32)
     expected, limit = linear64(x1, decode64(w)), tolerance(torch.float32, 96)
