@@ -6,6 +6,9 @@ rows of a weight by BM tokens. Where `GATED`, 8 gate rows and the 8 up rows that
 Letters: m tokens of a tile, n rows of a tile, k columns, q lanes of a quad. Strides are in words (decode.py) for packed
 weights, in elements otherwise; those of words are counted in units of ALIGN words, which tells the compiler how wide it
 may load.
+
+A program makes one tile and ends. Decoding would gain nothing by programs that go on to the next one; prefilling might,
+by the time that a tile's first loads take: bench/NOTES.md has the estimate, and why it is not done on its strength.
 """
 
 from __future__ import annotations
