@@ -129,10 +129,13 @@ def main() -> None:
     work = wanted([Job(LAYERS[name], fmt, tokens) for name, fmt, tokens in every], done)
     count = sum(len(candidates(chip, problem)) for _, _, problem in work)
     print(f"{chip.name}: {len(work)} products, {count} tiles, compiled by {options.processes} processes; into {path}")
-    with ProcessPoolExecutor(options.processes, multiprocessing.get_context("spawn")) as pool:
+    pool = ProcessPoolExecutor(options.processes, multiprocessing.get_context("spawn"))
+    try:
         for problem, tile in tuned(chip, work, pool.submit, microseconds, tqdm(total=count, unit="tile")):
             tqdm.write(f"{problem.key}: {tile}")
             write(path, problem, tile)
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 def _options() -> argparse.Namespace:

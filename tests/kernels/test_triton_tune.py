@@ -188,6 +188,38 @@ def test_what_is_written_is_used(tmp_path, monkeypatch):
     tiles.table_of.cache_clear()
 
 
+def test_a_run_that_was_stopped_goes_on(tmp_path, monkeypatch, capsys):
+    shutil.copy(tiles.TABLES / "sm_90.json", tmp_path)
+    path, measured, stopped = tmp_path / "sm_90.json", [], []
+    shutdown = lambda cancel_futures: stopped.append(cancel_futures)  # noqa: E731
+    pool = SimpleNamespace(submit=at_once(lambda tile: FACTS), shutdown=shutdown)
+
+    def measure(launches) -> float:
+        measured.append(launches[0].arguments["K"])
+        if measured == [64] * measured.count(64) + [32]:
+            raise KeyboardInterrupt
+        return 1.0
+
+    fakes = {
+        "TABLES": tmp_path, "LAYERS": {"small": SMALL}, "CACHES": 1, "microseconds": measure,
+        "chip_of": lambda device: H100, "_device": lambda chip: "cpu", "ProcessPoolExecutor": lambda *how: pool,
+    }  # fmt: skip
+    for name, fake in fakes.items():
+        monkeypatch.setattr(tune, name, fake)
+    monkeypatch.setattr(tune.Launch, "run", lambda launch: None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    arguments = ("--formats", "mxfp4", "--tokens", "1")
+    with pytest.raises(KeyboardInterrupt):
+        run_main(monkeypatch, *arguments)
+    assert list(json.loads(path.read_text())["tuned"]) == ["mxfp4 6x64x64 2"] and stopped == [True]
+    assert "sm_90: 2 products" in capsys.readouterr().out
+    measured.clear()
+    measured.append(0)
+    run_main(monkeypatch, *arguments)
+    assert list(json.loads(path.read_text())["tuned"]) == ["mxfp4 6x64x64 2", "mxfp4 6x64x32 2"]
+    assert set(measured[1:]) == {32}
+
+
 class Driver:
     """Of a GPU that is not here."""
 
