@@ -18,7 +18,7 @@ import triton.backends.nvidia
 import triton.language as tl
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from triton.compiler import ASTSource, CompiledKernel
 from triton.runtime.jit import JITFunction
 
 from tutel_pack.kernels.triton.chips import Chip
@@ -83,7 +83,15 @@ def compile_for(chip: Chip, launch: Launch) -> Compiled:
     types, constants, attributes = _signature(launch.kernel, launch.arguments)
     source = ASTSource(launch.kernel, types, constants, attributes)
     arch = int(chip.name.removeprefix("sm_")) if chip.vendor == "cuda" else chip.name
-    made = triton.compile(source, target=GPUTarget(chip.vendor, arch, chip.warp), options=launch.options)
+    return _facts(chip, triton.compile(source, target=GPUTarget(chip.vendor, arch, chip.warp), options=launch.options))
+
+
+def compile_here(chip: Chip, launch: Launch) -> Compiled:
+    """The same for the GPU that is here, by `Launch.compile`."""
+    return _facts(chip, launch.compile())
+
+
+def _facts(chip: Chip, made: CompiledKernel) -> Compiled:
     if chip.vendor == "cuda":
         return _from_nvidia(made.asm["ptx"], made.asm["cubin"], made.metadata.shared)
     return _from_amd(made.asm["amdgcn"], made.metadata.shared)

@@ -1,11 +1,11 @@
 """The backend of ops.py for NVIDIA's and AMD's GPUs: kernels in Triton, which TRITON_INTERPRET=1 runs on a CPU.
 
-Kernels are linear (of packed weights), moe, route, rms_norm, rope, attention and latent_attention of sequences with one
-new token, for `attend` and `attend_latents` ones that norm, turn and store before them, and for linears and dense one
-that adds up parts of several products. The rest is torch's: attention of sequences with several, top_positions,
-embedding, rotation, swiglu, products with plain matrices, and weights whose geometry `matmul.is_served` excludes.
-Nothing here waits for the device, and grids depend on shapes and the layout alone. An expert id that does not exist
-counts as −1, for to tell would mean to wait.
+Kernels are linear (of packed weights, and of plain ones in another dtype than x's, as heads and routers are), moe,
+route, rms_norm, rope, attention and latent_attention of sequences with one new token, for `attend` and `attend_latents`
+ones that norm, turn and store before them, and for linears and dense one that adds up parts of several products. The
+rest is torch's: attention of sequences with several, top_positions, embedding, rotation, swiglu, products with matrices
+in x's dtype, and weights whose geometry `matmul.is_served` excludes. Nothing here waits for the device, and grids depend
+on shapes and the layout alone. An expert id that does not exist counts as −1, for to tell would mean to wait.
 """
 
 from __future__ import annotations
@@ -24,13 +24,14 @@ from tutel_pack.kernels.ops import Dense, Heads, Latent, Layout, Projection, Wei
 from tutel_pack.kernels.torch_backend import embedding, rotation, swiglu, top_positions  # noqa: F401  (served by torch)
 from tutel_pack.kernels.triton.activations import Activations, quantizing
 from tutel_pack.kernels.triton.attention import Queries, attending, by_length, stack_picks
-from tutel_pack.kernels.triton.chips import chip_of
+from tutel_pack.kernels.triton.chips import Chip, chip_of
 from tutel_pack.kernels.triton.heads import placing, placing_latents
 from tutel_pack.kernels.triton.launch import Launch
 from tutel_pack.kernels.triton.matmul import (
     Epilogue,
     Operand,
     Tiles,
+    elements,
     is_served,
     joint,
     operand,
@@ -45,12 +46,9 @@ from tutel_pack.kernels.triton.tiles import tile_for
 from tutel_pack.spec import ClampedSwiglu, Moe, Swiglu
 
 
-def _is_packed(w: Weight) -> bool:
-    return not isinstance(w, Tensor) and w.format.block is not None
-
-
 def linear(x: Tensor, w: Weight, bias: Tensor | None) -> Tensor:
-    if not _is_packed(w) or not is_served(w):
+    plain = elements(w)
+    if not is_served(w) or (plain is not None and plain.dtype == x.dtype):
         return torch_backend.linear(x, w, bias)
     out = x.new_empty(len(x), w.shape[0])
     weight, chip = operand(w), chip_of(x.device)
@@ -77,7 +75,7 @@ def _joint(
 ) -> Tensor | None:
     """See matmul.joint; None, too, for weights and biases that it is not for."""
     weights, biases = zip(*parts)
-    if any(bias is not None for bias in biases) or not all(_is_packed(w) and is_served(w) for w in weights):
+    if any(bias is not None for bias in biases) or not all(elements(w) is None and is_served(w) for w in weights):
         return None
     found = joint(chip_of(x.device), x.contiguous(), [operand(w) for w in weights], activation)
     if found is None:
@@ -222,18 +220,18 @@ def moe(
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     first, second = Epilogue(gate_up_bias, None, activation), Epilogue(down_bias, weights.contiguous())
     x, ids = x.contiguous(), ids.contiguous()
-    for launch in experts(x, ids, operand(gate_up), operand(down), first, second, out, act):
+    for launch in experts(chip_of(x.device), x, ids, operand(gate_up), operand(down), first, second, out, act):
         launch.run()
     return out
 
 
 def experts(
-    x: Tensor, ids: Tensor, gate_up: Operand, down: Operand, first: Epilogue, second: Epilogue, out: Tensor,
-    act: str | None = None,
+    chip: Chip, x: Tensor, ids: Tensor, gate_up: Operand, down: Operand, first: Epilogue, second: Epilogue,
+    out: Tensor, act: str | None = None,
 ) -> list[Launch]:  # fmt: skip
     """What fills out [T, H]: the sort, the two products, the sum. first, second: what follows the products.  act: of
     activations, where a weight can take them so."""
-    (count, h, i), pairs, chip = down.shape, ids.numel(), chip_of(x.device)
+    (count, h, i), pairs = down.shape, ids.numel()
     acts = [act if act and w.takes(act) else None for w in (gate_up, down)]
     problem = problem_of(gate_up, pairs, x.dtype, acts[0])
     up, back = tile_for(chip, problem), tile_for(chip, problem_of(down, pairs, x.dtype, acts[1]))

@@ -6,6 +6,9 @@ rows of a weight by BM tokens. Where `GATED`, 8 gate rows and the 8 up rows that
 Letters: m tokens of a tile, n rows of a tile, k columns, q lanes of a quad. Strides are in words (decode.py) for packed
 weights, in elements otherwise; those of words are counted in units of ALIGN words, which tells the compiler how wide it
 may load.
+
+A program makes one tile and ends. Decoding would gain nothing by programs that go on to the next one; prefilling might,
+by the time that a tile's first loads take: bench/NOTES.md has the estimate, and why it is not done on its strength.
 """
 
 from __future__ import annotations
@@ -121,8 +124,35 @@ def _load_x(x, k, K, valid, EVEN_K: tl.constexpr):
 
 
 @triton.jit
+def _cut(x, DOT: tl.constexpr):
+    """float32 -> (its sign, its exponent and the first 8 of its 24 bits, as DOT has them; what is left, exactly)."""
+    bits = x.to(tl.int32, bitcast=True)
+    high = (bits & -65536).to(tl.float32, bitcast=True)
+    if DOT == tl.bfloat16:
+        return (bits >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), x - high
+    else:
+        return high, x - high
+
+
+@triton.jit
+def _product(weight, tokens, acc, DOT: tl.constexpr, PARTS: tl.constexpr):
+    """acc + weight · tokensᵀ. PARTS = 3: of float32 tokens, as three bfloat16 that add up to them, the smallest first.
+    These are summed apart and added to acc, for matrix units cut off what they add, if by less than float32's last
+    bit."""
+    if PARTS == 1:
+        return tl.dot(weight, tokens.to(DOT).T, acc, input_precision="ieee")
+    else:
+        high, rest = _cut(tokens, DOT)
+        middle, rest = _cut(rest, DOT)
+        low, _ = _cut(rest, DOT)
+        part = tl.dot(weight, low.T, input_precision="ieee")
+        part = tl.dot(weight, middle.T, part, input_precision="ieee")
+        return acc + tl.dot(weight, high.T, part, input_precision="ieee")
+
+
+@triton.jit
 def _plain_product(
-    x, w, rows, valid, N, K, w_row, DOT: tl.constexpr,
+    x, w, rows, valid, N, K, w_row, DOT: tl.constexpr, PARTS: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr, EVEN_K: tl.constexpr,
 ):  # fmt: skip
     """[BN, BM] of elements as they are. x: pointers to rows [BM, 1]; w: to the expert."""
@@ -133,16 +163,15 @@ def _plain_product(
         k = step * BK + tl.arange(0, BK)
         mask = (rows < N)[:, None] if EVEN_K else (rows < N)[:, None] & (k < K)[None, :]
         weight = tl.load(w + k[None, :], mask=mask, other=0.0).to(DOT)
-        tokens = _load_x(x, k, K, valid, EVEN_K).to(DOT)
-        acc = tl.dot(weight, tokens.T, acc, input_precision="ieee")
+        acc = _product(weight, _load_x(x, k, K, valid, EVEN_K), acc, DOT, PARTS)
     return acc
 
 
 @triton.jit
 def _packed_product(
     x, w, scale, rows, loaded, scale_rows, valid, N, K, w_row, w_words, scale_row,
-    FMT: tl.constexpr, DOT: tl.constexpr, NATIVE: tl.constexpr, PAIRS: tl.constexpr, FRAGMENT: tl.constexpr,
-    ALIGN: tl.constexpr, BLOCK_K: tl.constexpr, E8M0: tl.constexpr,
+    FMT: tl.constexpr, DOT: tl.constexpr, PARTS: tl.constexpr, NATIVE: tl.constexpr, PAIRS: tl.constexpr,
+    FRAGMENT: tl.constexpr, ALIGN: tl.constexpr, BLOCK_K: tl.constexpr, E8M0: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr, EVEN_K: tl.constexpr,
     WARPS: tl.constexpr,
 ):  # fmt: skip
@@ -175,7 +204,7 @@ def _packed_product(
         mask = inside if EVEN_K else inside & (word < w_words * ALIGN)[None, :]
         words = tl.load(w + word[None, :], mask=mask, other=0)
         k = step * BK + tl.arange(0, BK)
-        tokens = _load_x(x, k, K, valid, EVEN_K).to(DOT)
+        tokens = _load_x(x, k, K, valid, EVEN_K)
         bits = ahead
         if FMT == "fp8":
             ahead = _load_scales(scale, (step + 1) * BK // BLOCK_K + blocks, count, inside_scale)
@@ -192,9 +221,10 @@ def _packed_product(
         else:
             weight = weight.reshape(BN, BK)
         if FMT == "fp8":
-            acc += tl.dot(weight, tokens.T, input_precision="ieee") * _fp8_factor(bits, E8M0)[:, None]
+            of_step = _product(weight, tokens, tl.zeros((BN, BM), tl.float32), DOT, PARTS)
+            acc += of_step * _fp8_factor(bits, E8M0)[:, None]
         else:
-            acc = tl.dot(weight, tokens.T, acc, input_precision="ieee")
+            acc = _product(weight, tokens, acc, DOT, PARTS)
     return acc
 
 
@@ -228,7 +258,7 @@ def grouped_matmul(
     order, tile_expert, tile_first, tile_last,
     tiles_m, pairs, x_per_row, N, K, first, segments,
     w_expert, w_row, w_words, scale_expert, scale_row, out_row, out_split, x_row, x_scale_row,
-    FMT: tl.constexpr, ACT: tl.constexpr, DOT: tl.constexpr,
+    FMT: tl.constexpr, ACT: tl.constexpr, DOT: tl.constexpr, PARTS: tl.constexpr,
     NATIVE: tl.constexpr, PAIRS: tl.constexpr, FRAGMENT: tl.constexpr,
     ALIGN: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, E8M0: tl.constexpr,
     GROUPED: tl.constexpr, GATHER: tl.constexpr, SCATTER: tl.constexpr,
@@ -280,14 +310,14 @@ def grouped_matmul(
             acc *= tl.load(x_factors + token, mask=valid, other=0.0)[None, :]
     elif FMT == "plain":
         x += token[:, None] * K
-        acc = _plain_product(x, w, rows, valid, N, K, w_row, DOT, BM, BN, BK, SPLIT, EVEN_K)
+        acc = _plain_product(x, w, rows, valid, N, K, w_row, DOT, PARTS, BM, BN, BK, SPLIT, EVEN_K)
     else:
         x += token[:, None] * K
         loaded = _loaded_rows(tile_n, N // 2, BN, GATED, WARPS) if FRAGMENT else rows
         scale_rows = _scale_rows(rows, first, BLOCK_N) if FMT == "fp8" else loaded
         acc = _packed_product(
             x, w, scale + expert * scale_expert, rows, loaded, scale_rows, valid, N, K, w_row, w_words, scale_row,
-            FMT, DOT, NATIVE, PAIRS, FRAGMENT, ALIGN, BLOCK_K, E8M0, BM, BN, BK, SPLIT, EVEN_K, WARPS,
+            FMT, DOT, PARTS, NATIVE, PAIRS, FRAGMENT, ALIGN, BLOCK_K, E8M0, BM, BN, BK, SPLIT, EVEN_K, WARPS,
         )  # fmt: skip
     if FMT == "nvfp4":
         factor = tl.load(factors + expert * segments + tl.where(rows < first, 0, 1), mask=rows < N, other=0.0)

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from triton.compiler import CompiledKernel
 from triton.runtime.jit import JITFunction
 
 
@@ -29,6 +30,11 @@ class Launch:
     def run(self) -> None:
         with self._device():
             self.kernel[self.grid](**self.arguments, **self.options)
+
+    def compile(self) -> CompiledKernel:
+        """As `run` would for the GPU that is here; later runs, of any process, find it in Triton's cache. Tensors may
+        be on "meta"."""
+        return self.kernel.warmup(**self.arguments, **self.options, grid=self.grid)
 
     def _device(self) -> AbstractContextManager:
         """Makes the device of the tensors the current one, which is where Triton launches."""

@@ -48,6 +48,8 @@ LAYERS = {name.lower(): _layer_of(spec) for name, spec in KNOWN.items()}
 
 def _random(fmt: str, shape: tuple[int, ...], segments: tuple[int, ...], device: torch.device | str) -> PackedTensor:
     w = PackedTensor.empty(FORMATS[fmt], shape, segments, device)
+    if w.data.is_meta:
+        return w
     if w.format.block is None:
         w.data.normal_(0, shape[-1] ** -0.5)
         return w

@@ -23,6 +23,7 @@ PLAIN = "plain"
 _BITS = {
     torch.uint8: torch.uint8, torch.float8_e4m3fn: torch.uint8, torch.bfloat16: torch.int16, torch.float32: torch.float32,
 }  # fmt: skip
+DOTS = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 _COLUMNS = 1024
 """Of an output that a program adds up."""
 
@@ -49,12 +50,17 @@ class Operand:
             return 128
         return next(columns for columns in _FP8_COLUMNS if _fits(self.block[1], columns, self.shape[2]))
 
+    @property
+    def is_bfloat16(self) -> bool:
+        """Whether decoded weights are bfloat16 without a rounding; scales of fp8 go to sums."""
+        return self.fmt != "int4" if self.fmt != PLAIN else self.words.dtype == torch.bfloat16
+
     def in_fragment_order(self, tile: Tile) -> bool:
         """Whether decoded words can be put in the order of matrix instructions without moving them."""
         return tile.bk == {"fp8": 64, PLAIN: 0}.get(self.fmt, 128) and tile.bn % (16 * tile.warps) == 0
 
     def takes(self, act: str) -> bool:
-        """Whether it can be multiplied with activations in that format; scales of fp8 then go to sums of whole steps."""
+        """Whether it can be multiplied with activations in that format; scales of fp8 go to sums of whole steps."""
         if self.fmt != "fp8":
             return ACTS[act] == self.fmt
         return ACTS[act] == "fp8" and self.scale.dtype == torch.float32 and _fits(self.block[1], STEP, self.shape[2])
@@ -75,11 +81,18 @@ def _fits(block: int, columns: int, k: int) -> bool:
     return block % columns == 0 or block >= k
 
 
+def elements(w: Weight) -> Tensor | None:
+    """Those of a plain weight, None for a packed one."""
+    if isinstance(w, Tensor):
+        return w
+    return w.data if w.format.block is None else None
+
+
 def is_served(w: Weight) -> bool:
     """Whether the kernel can take this weight: rows of fp8 must be whole words, and its blocks whole steps; there may
     be two segments. Everything that is packed here is; the rest are geometries that only sources can have."""
-    if isinstance(w, Tensor) or w.format.block is None:
-        return True
+    if (plain := elements(w)) is not None:
+        return plain.is_contiguous() and plain.dtype in DOTS
     if len(w.segments) > 2:
         return False
     if w.format.name != "fp8":
@@ -90,9 +103,8 @@ def is_served(w: Weight) -> bool:
 def operand(w: Weight) -> Operand:
     """Views of a served weight, [N, K] or [E, N, K]; nothing is copied."""
     e, n, k = w.shape if len(w.shape) == 3 else (1, *w.shape)
-    if isinstance(w, Tensor) or w.format.block is None:
-        data = w if isinstance(w, Tensor) else w.data
-        return Operand(PLAIN, (e, n, k), data.view(e, n, k), None, None, (1, 1), n)
+    if (plain := elements(w)) is not None:
+        return Operand(PLAIN, (e, n, k), plain.view(e, n, k), None, None, (1, 1), n)
     words = w.data.view(torch.uint8).view(torch.int32)
     scale = w.scale.view(_BITS[w.scale.dtype])
     words, scale = (p.view(e, *p.shape[-2:]) for p in (words, scale))
@@ -165,7 +177,9 @@ def product(
     own = epilogue if tile.split == 1 else Epilogue(activation=epilogue.activation)
     tiles_m = len(tiles.expert) if tiles else -(-rows // tile.bm)
     act = x.act if isinstance(x, Activations) else None
-    dot = dot_type(chip, out.dtype if act else x.dtype)
+    dtype = out.dtype if act else x.dtype
+    in_parts = not act and _in_parts(w, dtype)
+    dot = dot_type(chip, torch.bfloat16 if in_parts else dtype)
     native = w.fmt == "fp8" and chip.converts_fp8
     arguments = dict(
         **_taken(x), scale=w.scale, factors=w.factors, bias=own.bias, weights=own.weights, out=parts,
@@ -176,7 +190,8 @@ def product(
         **w.stored(native or act is not None), scale_expert=0 if w.scale is None else w.scale.stride(0),
         scale_row=0 if w.scale is None else w.scale.stride(1),
         out_row=parts.stride(-2), out_split=parts.stride(0) if tile.split > 1 else 0,
-        FMT=w.fmt, ACT=act, DOT=dot, NATIVE=native, PAIRS=chip.vendor == "cuda" and dot == tl.bfloat16,
+        FMT=w.fmt, ACT=act, DOT=dot, PARTS=3 if in_parts else 1,
+        NATIVE=native, PAIRS=chip.vendor == "cuda" and dot == tl.bfloat16,
         FRAGMENT=chip.vendor != "hip" and not native and not act and w.in_fragment_order(tile),
         BLOCK_N=w.block[0], BLOCK_K=w.block[1], E8M0=w.fmt == "fp8" and w.scale.dtype == torch.uint8,
         GROUPED=tiles is not None, GATHER=gather > 0, SCATTER=scatter, **epilogue.constants(),
@@ -228,15 +243,21 @@ def _finishing(
     return Launch(grouped.finish, (len(out), -(-width // block)), arguments)
 
 
+def _in_parts(w: Operand, dtype: torch.dtype) -> bool:
+    """Whether tokens are multiplied as three bfloat16 that add up to them: by matrix units, to which float32 is slow on
+    AMD's chips, and unknown on NVIDIA's."""
+    return dtype == torch.float32 and w.is_bfloat16
+
+
 def dot_type(chip: Chip, dtype: torch.dtype) -> tl.dtype:
     """What is multiplied. The interpreter multiplies bfloat16 as integers (seen in Triton 3.8 and 3.9)."""
     if chip.vendor == "interpreter" and dtype == torch.bfloat16:
         return tl.float32
-    return {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}[dtype]
+    return DOTS[dtype]
 
 
 def problem_of(w: Operand, rows: int, dtype: torch.dtype, act: str | None = None) -> Problem:
     """A product with that many rows, tokens or pairs, of a dtype, quantized by `act` or not."""
     if act:
         return Problem(f"{act} x {w.fmt}", *w.shape, rows, STEP)
-    return Problem(w.fmt, *w.shape, rows, w.columns, dtype == torch.float32)
+    return Problem(w.fmt, *w.shape, rows, w.columns, dtype == torch.float32, _in_parts(w, dtype))

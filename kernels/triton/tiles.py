@@ -17,9 +17,12 @@ TABLES = Path(__file__).parent / "tiles"
 TOKENS = (16, 32, 64, 128)
 """Of a tile. Matrix units have no smaller one, and accumulators of larger ones leave decoding no registers."""
 
+WIDE_TOKENS, WIDE_COLUMNS = 32, 64
+"""The most that a tile has where tokens are float32: registers hold no more."""
+
 FLOAT32 = {"bn": 64, "bk": 32, "warps": 8, "stages": 2}
-"""Of float32 tokens on NVIDIA's chips, whose matrix units would round them: their products are fused multiply-adds,
-which in the tiles of matrix units do not fit the registers, and take minutes to compile."""
+"""Where tokens are multiplied in float32 on NVIDIA's chips, whose matrix units would round them: by fused
+multiply-adds, which in the tiles of matrix units do not fit the registers, and take minutes to compile."""
 
 MOST_PARTS = 8
 _STEPS_OF_A_PART = 4
@@ -46,7 +49,8 @@ class Problem:
     """A product of `rows` rows, tokens or pairs, over the experts (1 for a plain matrix) [n, k] in a format.
 
     fmt: of the weights; "mxfp8 x mxfp4" if tokens are quantized, too.
-    columns: the most that can be decoded at a time.  float32: tokens are multiplied as they are, in float32.
+    columns: the most that can be decoded at a time.
+    float32: tokens are.  in_parts: they are multiplied as three bfloat16 each, as they are otherwise.
     """
 
     fmt: str
@@ -56,6 +60,7 @@ class Problem:
     rows: int
     columns: int
     float32: bool = False
+    in_parts: bool = False
 
     @property
     def key(self) -> str:
@@ -64,8 +69,9 @@ class Problem:
 
     @property
     def bm(self) -> int:
-        """Tokens of a tile: about what an expert gets."""
-        return next((bm for bm in TOKENS if bm * self.experts >= self.rows), TOKENS[-1])
+        """Tokens of a tile: about what an expert gets. The same for both products of a layer, whatever the formats."""
+        enough = next((bm for bm in TOKENS if bm * self.experts >= self.rows), TOKENS[-1])
+        return min(enough, WIDE_TOKENS) if self.float32 else enough
 
     @property
     def tiles(self) -> int:
@@ -78,9 +84,11 @@ class Problem:
 def tile_for(chip: Chip, problem: Problem) -> Tile:
     table = table_of(chip)
     tuned = None if problem.float32 else table["tuned"].get(problem.key)  # which were measured with bfloat16
-    rule = FLOAT32 if problem.float32 and chip.vendor == "cuda" else table["rule"][problem.fmt][str(problem.bm)]
+    as_it_is = problem.float32 and not problem.in_parts and chip.vendor == "cuda"
+    rule = FLOAT32 if as_it_is else table["rule"][problem.fmt][str(problem.bm)]
     tile = Tile(problem.bm, **(tuned or rule))
-    tile = replace(tile, bk=min(tile.bk, problem.columns))
+    columns = min(problem.columns, WIDE_COLUMNS) if problem.float32 else problem.columns
+    tile = replace(tile, bk=min(tile.bk, columns))
     return tile if tuned else replace(tile, split=_parts(chip, problem, tile))
 
 

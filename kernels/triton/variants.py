@@ -94,11 +94,13 @@ def others(chip: Chip) -> list[Variant]:
     matrix = operand(PackedTensor.empty(FORMATS["fp8"], (576, 7168), (576,), "meta"))
     tile = tile_for(chip, problem_of(matrix, 1, torch.bfloat16))
     linear, finish = product(chip, _meta(1, 7168), matrix, _meta(1, 576), tile, Epilogue())
+    heads = [head(chip, fmt, tokens) for fmt in ("bf16", "fp8", "mxfp4", "nvfp4") for tokens in (1, 32)]
     ids, moe = _meta(1, TOP_K, dtype=torch.int64), Moe(512, 10, 512)
     grouped = Moe(256, 8, 2048, Router("sigmoid", correction=True, groups=8, top_groups=4))
     tiles = Tiles.empty(TOP_K, TOP_K, torch.device("meta"))
     return [
         down,
+        *heads,
         Variant("linear fp8 16", linear, tile),
         Variant("finish", finish),
         Variant("sort_pairs", sorting(ids.view(-1), 512, 16, tiles)),
@@ -106,6 +108,15 @@ def others(chip: Chip) -> list[Variant]:
         Variant("route softmax 512", _routing(moe)),
         Variant("route grouped sigmoid 256", _routing(grouped)),
     ]
+
+
+def head(chip: Chip, fmt: str, tokens: int) -> Variant:
+    """The logits of a model's last states, which are float32 by then."""
+    w, float32 = operand(PackedTensor.empty(FORMATS[fmt], (151936, HIDDEN), (151936,), "meta")), torch.float32
+    tile = tile_for(chip, problem_of(w, tokens, float32))
+    x, out = _meta(tokens, HIDDEN, dtype=float32), _meta(tokens, 151936, dtype=float32)
+    (launch,) = product(chip, x, w, out, tile)
+    return Variant(f"head {fmt} {tile.bm}", launch, tile)
 
 
 def attention(chip: Chip) -> list[Variant]:

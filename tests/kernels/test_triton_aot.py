@@ -138,13 +138,17 @@ def test_compilations_are_few():
     assert {name for case in quick for name in case.values[1:]} == set(QUICK)
 
 
-@pytest.mark.parametrize("fmt", ["mxfp4", "fp8"])
-def test_float32_tokens_fit(fmt):
-    """No matrix unit takes them as they are, so the largest tile has registers for all that it adds up."""
+@pytest.mark.parametrize("fmt, unit", [("fp8", "wgmma"), pytest.param("int4", None, marks=pytest.mark.slow)])
+def test_float32_tokens_fit(fmt, unit):
+    """In the largest tile: as parts that matrix units take, or as they are where decoded weights are no bfloat16."""
     chip = CHIPS["sm_90"]
     variant = gate_up(chip, fmt, 128, torch.float32)
     made = compile_for(chip, variant.launch)
-    assert made.matrix_instructions == () and any(op.startswith("FFMA") for op in made.loop)
+    if unit:
+        assert made.matrix_instructions and all(re.search(MATRIX[unit], i) for i in made.matrix_instructions)
+    else:
+        assert made.matrix_instructions == () and any(op.startswith("FFMA") for op in made.loop)
+    assert variant.tile.bm == 32
     assert made.spills == 0 and made.shared <= chip.shared
 
 

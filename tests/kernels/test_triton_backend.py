@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-import json
-import shutil
 from contextlib import contextmanager
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
 from tests.kernels.test_products import x_of
 from torch._subclasses.fake_tensor import FakeTensorMode
-from triton.runtime.errors import OutOfResources, PTXASError
 
 from tutel_pack.errors import InputError
 from tutel_pack.formats import FORMATS, PackedTensor
 from tutel_pack.kernels import ops, torch_backend
-from tutel_pack.kernels.triton import backend, tiles, tune
+from tutel_pack.kernels.triton import backend, tiles
 from tutel_pack.kernels.triton.chips import CHIPS, Chip
 from tutel_pack.kernels.triton.launch import Launch
 from tutel_pack.kernels.triton.matmul import is_served, operand, problem_of
-from tutel_pack.kernels.triton.tiles import Problem, tile_for
+from tutel_pack.kernels.triton.tiles import Problem, Tile, tile_for
 
 H100 = CHIPS["sm_90"]
 EXPERTS = Problem("mxfp4", 128, 1536, 2048, 8, 128)
@@ -96,62 +92,25 @@ def test_narrow_blocks_make_narrow_steps():
 
 
 def test_float32_tokens_have_tiles_of_their_own():
-    """On NVIDIA's chips; AMD's matrix units multiply them."""
+    """Where they are no parts: on NVIDIA's chips; AMD's matrix units multiply them."""
     wide = replace(EXPERTS, float32=True)
-    assert tile_for(H100, wide).bk == 32 and tile_for(H100, wide).instruction == ""
-    mi300 = CHIPS["gfx942"]
-    assert tile_for(mi300, wide) == tile_for(mi300, EXPERTS)
+    assert tile_for(H100, wide) == Tile(16, **tiles.FLOAT32)
+    assert tile_for(CHIPS["gfx942"], wide) == tile_for(CHIPS["gfx942"], EXPERTS)
+    parts = replace(wide, in_parts=True)
+    assert tile_for(H100, parts) == replace(tile_for(H100, EXPERTS), bk=tiles.WIDE_COLUMNS)
+    assert tile_for(H100, replace(parts, rows=1 << 20)).bm == tile_for(H100, replace(wide, rows=1 << 20)).bm == 32
+
+
+@pytest.mark.parametrize("fmt, in_parts", [("fp8", True), ("mxfp4", True), ("nvfp4", True), ("int4", False)])
+def test_decoded_weights_that_are_bfloat16_take_parts(fmt, in_parts):
+    w = operand(PackedTensor.empty(FORMATS[fmt], (64, 96), (64,), "meta"))
+    assert problem_of(w, 1, torch.float32).in_parts == in_parts
+    assert not problem_of(w, 1, torch.bfloat16).in_parts
 
 
 def test_an_unknown_chip_takes_its_vendors_tiles():
     assert tile_for(Chip("sm_86", "cuda", 84, 99 << 10, 255, 32), EXPERTS).stages == 2
     assert tile_for(Chip("gfx90a", "hip", 104, 64 << 10, 512, 64), EXPERTS).instruction.startswith("v_mfma")
-
-
-def test_what_the_tuner_writes_is_used(tmp_path, monkeypatch):
-    shutil.copy(tiles.TABLES / "sm_90.json", tmp_path)
-    path = tmp_path / "sm_90.json"
-    rule = json.loads(path.read_text())["rule"]
-    monkeypatch.setattr(tiles, "TABLES", tmp_path)
-    tiles.table_of.cache_clear()
-    best = replace(tile_for(H100, EXPERTS), bn=64, split=4)
-    tune.write(path, EXPERTS, best)
-    tiles.table_of.cache_clear()
-    assert tile_for(H100, EXPERTS) == best and tile_for(H100, replace(EXPERTS, rows=7)) == best
-    assert tile_for(H100, replace(EXPERTS, rows=9)) != best
-    assert tile_for(H100, replace(EXPERTS, float32=True)) != best
-    assert json.loads(path.read_text())["rule"] == rule
-    tiles.table_of.cache_clear()
-
-
-class Refused(SimpleNamespace):
-    """A launch that fails to compile."""
-
-    arguments, options = dict(FMT="mxfp4", BM=16, BN=256, BK=128, SPLIT=1), {"num_warps": 4}
-
-    def run(self) -> None:
-        raise self.error
-
-
-REFUSALS = {
-    "too large": (OutOfResources(300000, 232448, "shared memory"), ""),
-    "the assembler": (PTXASError("ptxas fatal: out of registers"), "PTXASError: PTXAS error: ptxas fatal: out of reg"),
-    "a pass": (RuntimeError("PassManager::run failed"), "'BN': 256, 'BK': 128, 'SPLIT': 1}, {'num_warps': 4}: Runtime"),
-}
-
-
-@pytest.mark.parametrize("name", REFUSALS)
-def test_the_tuner_passes_over_what_does_not_compile(name, capsys):
-    error, message = REFUSALS[name]
-    assert tune._milliseconds([Refused(error=error)]) == float("inf")
-    printed = capsys.readouterr().out
-    assert message in printed and bool(message) == bool(printed)
-
-
-def test_the_tuner_writes_no_tile_that_does_not_run(capsys):
-    with pytest.raises(SystemExit, match="No tile of mxfp4 128x1536x2048 8 runs here"):
-        tune.fastest(H100, EXPERTS, lambda tile: [Refused(error=RuntimeError("an illegal memory access"))])
-    assert "an illegal memory access" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -170,4 +129,29 @@ def test_what_is_not_served_is_torch_s(fmt, shape, segments):
         if part is not None:
             part.view(torch.uint8).zero_()
     x = x_of(2, shape[1], dtype=torch.float32)
+    assert torch.equal(backend.linear(x, w, None), torch_backend.linear(x, w, None))
+
+
+@pytest.mark.parametrize("of_x", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_a_plain_weight_is_read_where_it_is(dtype, of_x, monkeypatch):
+    """By one kernel: nothing is converted, which would read it, write more, and read that. In x's dtype, by torch."""
+    launched, torchs = [], []
+    monkeypatch.setattr(Launch, "run", lambda launch: launched.append(launch.arguments["w"]))
+    monkeypatch.setattr(torch_backend, "linear", lambda *a: torchs.append(a))
+    w = torch.zeros(20, 96, dtype=dtype)
+    weights = [w]
+    if dtype == torch.bfloat16:
+        weights.append(PackedTensor(FORMATS["bf16"], (20, 96), (20,), w))
+    for weight in weights:
+        backend.linear(torch.zeros(2, 96, dtype=of_x), weight, None)
+    if dtype == of_x:
+        assert not launched and len(torchs) == len(weights)
+    else:
+        assert len(launched) == len(weights) and not torchs
+        assert all(read.data_ptr() == w.data_ptr() and read.dtype == dtype for read in launched)
+
+
+def test_a_plain_weight_with_gaps_is_torch_s():
+    x, w = x_of(2, 48, dtype=torch.float32), x_of(20, 96, dtype=torch.bfloat16)[:, :48]
     assert torch.equal(backend.linear(x, w, None), torch_backend.linear(x, w, None))

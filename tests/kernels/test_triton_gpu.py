@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 
 import numpy as np
@@ -25,7 +26,7 @@ from tests.kernels.test_products import MoeCase, x_of
 from tests.kernels.test_triton_act import SHAPES, act64, expected, stored64, unusual
 from tests.kernels.test_triton_attention import DECODE, LATENTS, merge64, parts_of
 from tests.kernels.test_triton_heads import CASES, PLACED, expected64, limit, worst_head
-from tests.kernels.test_triton_products import ACTIVATION, FORMATS_HERE, LINEAR, MOE, clamped64
+from tests.kernels.test_triton_products import ACTIVATION, FORMATS_HERE, LINEAR, MOE, PLAIN, all_bits, clamped64
 from tests.kernels.test_triton_routing import ROUTERS, route64
 from tests.runtime.test_graphs import BLOCK, PROMPTS, SMALL, differences, small_decoder
 
@@ -45,6 +46,8 @@ from tutel_pack.spec import Rope
 
 if not torch.cuda.is_available():
     pytest.skip("there is no GPU here", allow_module_level=True)
+
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # which torch asks for where results may not differ
 
 LARGER = {
     "prefill": MoeCase(300, 4, 6, 512, 384),  # several full tiles of every expert
@@ -76,6 +79,21 @@ def test_linear(shape, fmt, dtype, ops):
     bias = x_of(sum(segments), dtype=torch.bfloat16, seed=6)
     y = ops.linear(*on_gpu(x, w, bias)).cpu()
     assert worst_tile(y, linear64(x, decode64(w), bias)) < tolerance(dtype, k)
+
+
+@pytest.mark.parametrize("case", PLAIN)
+def test_linear_of_plain_weights(case, ops):
+    """The last as long as real ones are: matrix units cut off what they add."""
+    dtype, of_x = PLAIN[case]
+    for t, n, k in ((33, 150, 96), (2, 17, 2880), (3, 300, 7168)):
+        w, x = x_of(n, k, dtype=dtype, seed=3) * k**-0.5, x_of(t, k, dtype=of_x)
+        y = ops.linear(*on_gpu(x, w)).cpu()
+        assert worst_tile(y, linear64(x, w.double().numpy())) < tolerance(of_x, k)
+
+
+def test_float32_tokens_keep_all_of_their_bits(ops):
+    x = all_bits()
+    assert torch.equal(ops.linear(*on_gpu(x, torch.eye(96, dtype=torch.bfloat16))).cpu(), x)
 
 
 @in_dtypes(*FORMATS_HERE, "bf16")

@@ -60,6 +60,48 @@ def test_linear_in_float32(fmt):
     assert worst_tile(y, linear64(x, decode64(w))) < tolerance(torch.float32, 96)
 
 
+PLAIN = {
+    # dtypes of the weight and of x: those of heads and routers, and what other sources would make of them
+    "a head": (torch.bfloat16, torch.float32),
+    "a head in float16": (torch.float16, torch.float32),
+    "a router in float32": (torch.float32, torch.bfloat16),
+    "float16": (torch.bfloat16, torch.float16),
+}
+
+
+@pytest.mark.parametrize("case", PLAIN)
+def test_linear_of_plain_weights(case):
+    """Ragged in all dimensions, with more tokens than a tile of float32 ones has; a matrix of 2880 columns in parts."""
+    dtype, of_x = PLAIN[case]
+    for t, n, k in ((33, 150, 96), (2, 17, 2880)):
+        w, x = x_of(n, k, dtype=dtype, seed=3) * k**-0.5, x_of(t, k, dtype=of_x)
+        bias = x_of(n, dtype=torch.bfloat16, seed=6)
+        y = interpreted.op("linear", x, w, bias).result()
+        assert y.dtype == of_x
+        assert worst_tile(y, linear64(x, w.double().numpy(), bias)) < tolerance(of_x, k)
+
+
+def all_bits() -> torch.Tensor:
+    """float32 [7, 96] of any size whose last bit is no subnormal."""
+    bits = torch.randint(-(2**31), 2**31, (7, 96), generator=torch.Generator().manual_seed(1)).int()
+    x = bits.view(torch.float32)
+    x = torch.where(x.isfinite() & (x.abs() > 2.0**-100), x, 1.0)
+    x[0, :2] = torch.tensor([torch.finfo(torch.float32).max, -(2.0**-100)])
+    return x
+
+
+def test_float32_tokens_keep_all_of_their_bits():
+    """By weights of one, whatever their sizes; by others, bits that are left out would be seen."""
+    x = all_bits()
+    ones = interpreted.op("linear", x, torch.eye(96, dtype=torch.bfloat16))
+    w, x1 = random_packed("fp8", (40, 96)), x_of(3, 96, dtype=torch.float32)
+    expected, limit = linear64(x1, decode64(w)), tolerance(torch.float32, 96)
+    fewer = [(x1.view(torch.int32) & -(1 << bits)).view(torch.float32) for bits in (0, 8, 16)]
+    cut = [interpreted.op("linear", x, w) for x in fewer]
+    assert torch.equal(ones.result(), x)
+    assert [worst_tile(y.result(), expected) < limit for y in cut] == [True, False, False]
+
+
 GEOMETRIES = {
     "a row": FORMATS["fp8"].with_block((1, 96)),
     "32 × 32": FORMATS["fp8"].with_block((32, 32)),
