@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from tutel_pack.kernels.triton.decode import FP8_FACTOR, UNDO_OFFSET, decode, multiplier
+from tutel_pack.kernels.triton.decode_amd import decode_by_amd
 from tutel_pack.kernels.triton.scaled import scaled_product
 
 SUPERTILE = tl.constexpr(8)
@@ -139,9 +140,29 @@ def _plain_product(
 
 
 @triton.jit
+def _decoded(
+    words, bits, FMT: tl.constexpr, DOT: tl.constexpr, WAY: tl.constexpr, FRAGMENT: tl.constexpr, WARPS: tl.constexpr
+):  # fmt: skip
+    """Words [BN, ·] and stored scales of their blocks -> DOT [BN, BK], columns in order or in that of fragments. Scales
+    of fp8 are not applied."""
+    BN: tl.constexpr = words.shape[0]
+    if WAY == "native":
+        return words.to(tl.float8e4nv, bitcast=True).to(DOT)
+    elif WAY == "fnuz" or WAY == "table" or WAY == "conversion":
+        return decode_by_amd(words, bits, FMT, DOT, WAY)
+    else:
+        factor = tl.full((BN, 1), FP8_FACTOR, tl.float32) if FMT == "fp8" else multiplier(bits, FMT)
+        weight = decode(words, factor, FMT, DOT, WAY == "pairs", FRAGMENT)
+        if FRAGMENT:
+            return _in_fragment_order(weight, WARPS)
+        else:
+            return weight.reshape(BN, weight.shape[1] * weight.shape[2] * weight.shape[3])
+
+
+@triton.jit
 def _packed_product(
     x, w, scale, rows, loaded, scale_rows, valid, N, K, w_row, w_words, scale_row,
-    FMT: tl.constexpr, DOT: tl.constexpr, NATIVE: tl.constexpr, PAIRS: tl.constexpr, FRAGMENT: tl.constexpr,
+    FMT: tl.constexpr, DOT: tl.constexpr, WAY: tl.constexpr, FRAGMENT: tl.constexpr,
     ALIGN: tl.constexpr, BLOCK_K: tl.constexpr, E8M0: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr, EVEN_K: tl.constexpr,
     WARPS: tl.constexpr,
@@ -151,7 +172,7 @@ def _packed_product(
     Scales are loaded a step ahead: they are too narrow for the compiler to do it by itself.
     """
     H: tl.constexpr = 2 if FMT == "fp8" else 4
-    W: tl.constexpr = BK if NATIVE else BK // (2 * H)
+    W: tl.constexpr = BK if WAY == "native" else BK // (2 * H)
     BLOCKS: tl.constexpr = 1 if FMT == "fp8" else BK // BLOCK_K
     w += loaded.to(tl.int64)[:, None] * (w_row * ALIGN)
     inside = (loaded < N)[:, None]
@@ -179,18 +200,11 @@ def _packed_product(
         bits = ahead
         if FMT == "fp8":
             ahead = _load_scales(scale, (step + 1) * BK // BLOCK_K + blocks, count, inside_scale)
-            if NATIVE:
-                weight = words.to(tl.float8e4nv, bitcast=True).to(DOT)
-            else:
-                weight = decode(words, tl.full((BN, 1), FP8_FACTOR, tl.float32), FMT, DOT, PAIRS, FRAGMENT)
         else:
             ahead = _load_scales(scale, (step + 1) * BLOCKS + blocks, count, inside_scale)
-            weight = decode(words, multiplier(bits, FMT), FMT, DOT, PAIRS, FRAGMENT)
+        weight = _decoded(words, bits, FMT, DOT, WAY, FRAGMENT, WARPS)
         if FRAGMENT:
-            weight = _in_fragment_order(weight, WARPS)
             tokens = _columns_in_fragment_order(tokens, H)
-        else:
-            weight = weight.reshape(BN, BK)
         if FMT == "fp8":
             acc += tl.dot(weight, tokens.T, input_precision="ieee") * _fp8_factor(bits, E8M0)[:, None]
         else:
@@ -229,7 +243,7 @@ def grouped_matmul(
     tiles_m, pairs, x_per_row, N, K, first, segments,
     w_expert, w_row, w_words, scale_expert, scale_row, out_row, out_split, x_row, x_scale_row,
     FMT: tl.constexpr, ACT: tl.constexpr, DOT: tl.constexpr,
-    NATIVE: tl.constexpr, PAIRS: tl.constexpr, FRAGMENT: tl.constexpr,
+    WAY: tl.constexpr, FRAGMENT: tl.constexpr,
     ALIGN: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, E8M0: tl.constexpr,
     GROUPED: tl.constexpr, GATHER: tl.constexpr, SCATTER: tl.constexpr,
     GATED: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr, SHIFT: tl.constexpr,
@@ -240,7 +254,8 @@ def grouped_matmul(
 
     x [·, K]; where there is ACT, x, x_scale and x_factors are those of activations.Activations, with rows of x_row
         bytes and x_scale_row scales.
-    w: words [E, N, ·] of FMT; elements if that is "plain"; bytes if NATIVE (fp8 that the chip converts) or if ACT.
+    w: words [E, N, ·] of FMT; elements if that is "plain"; bytes if ACT or if WAY is "native".
+    WAY: of decoding, see matmul.way_of.
     scale [E, ·, ·]: bits of the block scales, of BLOCK_N × BLOCK_K elements each; for fp8 float32, or bytes if E8M0.
     factors float32 [E, segments]: global scales.
     first: rows of the first segment.  bias [E, N], float32 weights [pairs]: of output rows; either may be None.
@@ -287,13 +302,15 @@ def grouped_matmul(
         scale_rows = _scale_rows(rows, first, BLOCK_N) if FMT == "fp8" else loaded
         acc = _packed_product(
             x, w, scale + expert * scale_expert, rows, loaded, scale_rows, valid, N, K, w_row, w_words, scale_row,
-            FMT, DOT, NATIVE, PAIRS, FRAGMENT, ALIGN, BLOCK_K, E8M0, BM, BN, BK, SPLIT, EVEN_K, WARPS,
+            FMT, DOT, WAY, FRAGMENT, ALIGN, BLOCK_K, E8M0, BM, BN, BK, SPLIT, EVEN_K, WARPS,
         )  # fmt: skip
     if FMT == "nvfp4":
         factor = tl.load(factors + expert * segments + tl.where(rows < first, 0, 1), mask=rows < N, other=0.0)
         acc *= factor[:, None]
-    if (FMT == "mxfp4" or FMT == "nvfp4") and DOT != tl.float16 and ACT is None:
+    if (FMT == "mxfp4" or FMT == "nvfp4") and ACT is None and (WAY == "pairs" or (WAY == "float32" and DOT != tl.float16)):
         acc *= UNDO_OFFSET
+    if WAY == "fnuz":
+        acc *= 2.0
     out_rows = pair if SCATTER else entries
     if SPLIT > 1:
         out += tl.program_id(1).to(tl.int64) * out_split

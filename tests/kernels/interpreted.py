@@ -50,7 +50,11 @@ def _prepare() -> None:
 
     from triton.runtime import interpreter
 
+    from tests.kernels import instructions
+
     interpreter.InterpretedFunction.__call__ = _call_patched_once
+    interpreter.InterpreterBuilder.create_inline_asm = instructions.run
+    interpreter._convert_float = _as_chips_do(interpreter._convert_float)
     interpreter._dot_scaled_scale_to_f32 = _scales(interpreter._dot_scaled_scale_to_f32)
 
 
@@ -63,6 +67,20 @@ def _scales(as_e8m0):
         return _mxfp_value_handle_to_float32(handle) if handle.dtype == tl.float8e4nv else as_e8m0(handle, compute_type)
 
     return read
+
+
+def _as_chips_do(convert):
+    """Of conversions: the interpreter (3.9) cuts bits off where bfloat16 is rounded to, and takes e4m3fnuz's NaN for −0."""
+    import numpy as np
+    import triton.language as tl
+
+    def converted(data, dtype, into, rounding_mode):
+        if dtype == tl.float32 and into == tl.bfloat16:
+            return torch.from_numpy(data.copy()).to(torch.bfloat16).view(torch.int16).numpy().view(np.uint16)
+        made = convert(data, dtype, into, rounding_mode)
+        return np.where(data == 0x80, np.iinfo(made.dtype).max, made) if dtype == tl.float8e4b8 else made
+
+    return converted
 
 
 _patched: set[int] = set()
