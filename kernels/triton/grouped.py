@@ -20,6 +20,9 @@ from tutel_pack.kernels.triton.scaled import scaled_product
 SUPERTILE = tl.constexpr(8)
 """Tiles of tokens that pass a tile of weights while it is in the cache."""
 
+MOSTLY_FULL = tl.constexpr(64)
+"""Tokens of a tile whose loads have no mask."""
+
 
 @triton.jit
 def _activate(gate, up, LIMIT: tl.constexpr, ALPHA: tl.constexpr, SHIFT: tl.constexpr):
@@ -90,9 +93,9 @@ def _place(pid, tiles_m, tiles_n):
 
 
 @triton.jit
-def _load_scales(scale, columns, count, inside):
-    """Block scales as integers of their bits, 0 outside."""
-    return tl.load(scale + columns, mask=inside & (columns < count), other=0)
+def _load_scales(scale, columns, count):
+    """Block scales as integers of their bits. Outside any will do: weights are zeros there."""
+    return tl.load(scale + tl.minimum(columns, count - 1))
 
 
 @triton.jit
@@ -115,15 +118,28 @@ def _part_of_k(K, BK: tl.constexpr, SPLIT: tl.constexpr):
 
 
 @triton.jit
+def _load_columns(rows, column, columns, EVEN_K: tl.constexpr):
+    """Of rows that pointers [·, 1] say; zeros outside. Where there is no outside there is no mask, which would take
+    registers on NVIDIA's chips and jumps on AMD's."""
+    if EVEN_K:
+        return tl.load(rows + column[None, :])
+    else:
+        return tl.load(rows + column[None, :], mask=(column < columns)[None, :], other=0)
+
+
+@triton.jit
 def _load_x(x, k, K, valid, EVEN_K: tl.constexpr):
-    """Columns k of rows of x, [BM, BK]; zeros outside."""
-    mask = valid[:, None] if EVEN_K else valid[:, None] & (k < K)[None, :]
-    return tl.load(x + k[None, :], mask=mask, other=0.0)
+    """Columns k of tokens, [BM, BK]. Tiles of few tokens, which may be nearly empty, read no others."""
+    if valid.shape[0] >= MOSTLY_FULL:
+        return _load_columns(x, k, K, EVEN_K)
+    else:
+        mask = valid[:, None] if EVEN_K else valid[:, None] & (k < K)[None, :]
+        return tl.load(x + k[None, :], mask=mask, other=0.0)
 
 
 @triton.jit
 def _plain_product(
-    x, w, rows, valid, N, K, w_row, DOT: tl.constexpr,
+    x, w, rows, valid, K, w_row, DOT: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr, EVEN_K: tl.constexpr,
 ):  # fmt: skip
     """[BN, BM] of elements as they are. x: pointers to rows [BM, 1]; w: to the expert."""
@@ -132,8 +148,7 @@ def _plain_product(
     acc = tl.zeros((BN, BM), tl.float32)
     for step in range(begin, end):
         k = step * BK + tl.arange(0, BK)
-        mask = (rows < N)[:, None] if EVEN_K else (rows < N)[:, None] & (k < K)[None, :]
-        weight = tl.load(w + k[None, :], mask=mask, other=0.0).to(DOT)
+        weight = _load_columns(w, k, K, EVEN_K).to(DOT)
         tokens = _load_x(x, k, K, valid, EVEN_K).to(DOT)
         acc = tl.dot(weight, tokens.T, acc, input_precision="ieee")
     return acc
@@ -161,7 +176,7 @@ def _decoded(
 
 @triton.jit
 def _packed_product(
-    x, w, scale, rows, loaded, scale_rows, valid, N, K, w_row, w_words, scale_row,
+    x, w, scale, rows, scale_rows, valid, K, w_row, w_words, scale_row,
     FMT: tl.constexpr, DOT: tl.constexpr, WAY: tl.constexpr, FRAGMENT: tl.constexpr,
     ALIGN: tl.constexpr, BLOCK_K: tl.constexpr, E8M0: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr, EVEN_K: tl.constexpr,
@@ -174,34 +189,28 @@ def _packed_product(
     H: tl.constexpr = 2 if FMT == "fp8" else 4
     W: tl.constexpr = BK if WAY == "native" else BK // (2 * H)
     BLOCKS: tl.constexpr = 1 if FMT == "fp8" else BK // BLOCK_K
-    w += loaded.to(tl.int64)[:, None] * (w_row * ALIGN)
-    inside = (loaded < N)[:, None]
+    w += rows.to(tl.int64)[:, None] * (w_row * ALIGN)
     if FMT == "fp8":
         scale += scale_rows.to(tl.int64) * scale_row
-        inside_scale = rows < N
         blocks = tl.arange(0, 1)
     else:
         scale += scale_rows.to(tl.int64)[:, None] * scale_row
-        inside_scale = inside
         blocks = tl.arange(0, BLOCKS)[None, :]
     count = tl.cdiv(K, BLOCK_K)
     begin, end = _part_of_k(K, BK, SPLIT)
     if FMT == "fp8":
-        ahead = _load_scales(scale, begin * BK // BLOCK_K + blocks, count, inside_scale)
+        ahead = _load_scales(scale, begin * BK // BLOCK_K + blocks, count)
     else:
-        ahead = _load_scales(scale, begin * BLOCKS + blocks, count, inside_scale)
+        ahead = _load_scales(scale, begin * BLOCKS + blocks, count)
     acc = tl.zeros((BN, BM), tl.float32)
     for step in range(begin, end):
-        word = step * W + tl.arange(0, W)
-        mask = inside if EVEN_K else inside & (word < w_words * ALIGN)[None, :]
-        words = tl.load(w + word[None, :], mask=mask, other=0)
-        k = step * BK + tl.arange(0, BK)
-        tokens = _load_x(x, k, K, valid, EVEN_K).to(DOT)
+        words = _load_columns(w, step * W + tl.arange(0, W), w_words * ALIGN, EVEN_K)
+        tokens = _load_x(x, step * BK + tl.arange(0, BK), K, valid, EVEN_K).to(DOT)
         bits = ahead
         if FMT == "fp8":
-            ahead = _load_scales(scale, (step + 1) * BK // BLOCK_K + blocks, count, inside_scale)
+            ahead = _load_scales(scale, (step + 1) * BK // BLOCK_K + blocks, count)
         else:
-            ahead = _load_scales(scale, (step + 1) * BLOCKS + blocks, count, inside_scale)
+            ahead = _load_scales(scale, (step + 1) * BLOCKS + blocks, count)
         weight = _decoded(words, bits, FMT, DOT, WAY, FRAGMENT, WARPS)
         if FRAGMENT:
             tokens = _columns_in_fragment_order(tokens, H)
@@ -293,17 +302,18 @@ def grouped_matmul(
         )  # fmt: skip
         if x_factors is not None:
             acc *= tl.load(x_factors + token, mask=valid, other=0.0)[None, :]
-    elif FMT == "plain":
-        x += token[:, None] * K
-        acc = _plain_product(x, w, rows, valid, N, K, w_row, DOT, BM, BN, BK, SPLIT, EVEN_K)
     else:
-        x += token[:, None] * K
-        loaded = _loaded_rows(tile_n, N // 2, BN, GATED, WARPS) if FRAGMENT else rows
-        scale_rows = _scale_rows(rows, first, BLOCK_N) if FMT == "fp8" else loaded
-        acc = _packed_product(
-            x, w, scale + expert * scale_expert, rows, loaded, scale_rows, valid, N, K, w_row, w_words, scale_row,
-            FMT, DOT, WAY, FRAGMENT, ALIGN, BLOCK_K, E8M0, BM, BN, BK, SPLIT, EVEN_K, WARPS,
-        )  # fmt: skip
+        # Tokens and rows outside are read from where others are, and not stored.
+        x += tl.where(valid, token, 0)[:, None] * K
+        loaded = tl.minimum(_loaded_rows(tile_n, N // 2, BN, GATED, WARPS) if FRAGMENT else rows, N - 1)
+        if FMT == "plain":
+            acc = _plain_product(x, w, loaded, valid, K, w_row, DOT, BM, BN, BK, SPLIT, EVEN_K)
+        else:
+            scale_rows = _scale_rows(tl.minimum(rows, N - 1), first, BLOCK_N) if FMT == "fp8" else loaded
+            acc = _packed_product(
+                x, w, scale + expert * scale_expert, loaded, scale_rows, valid, K, w_row, w_words, scale_row,
+                FMT, DOT, WAY, FRAGMENT, ALIGN, BLOCK_K, E8M0, BM, BN, BK, SPLIT, EVEN_K, WARPS,
+            )  # fmt: skip
     if FMT == "nvfp4":
         factor = tl.load(factors + expert * segments + tl.where(rows < first, 0, 1), mask=rows < N, other=0.0)
         acc *= factor[:, None]
