@@ -13,9 +13,9 @@ class Chip:
     """name: as compilers call it.  vendor: "cuda", "hip" or "interpreter".
     units: multiprocessors or compute units of the largest one sold.  shared: bytes of shared memory a block may have.
     registers: 32-bit ones a thread may have.  warp: threads that go together.
-    converts_fp8: what it has an instruction for that leads to bfloat16, two at a time, "e4m3fn" or "e4m3fnuz"; sm_90 only
-        makes float16, and needs a slow one for each to go on from there.
-    converts_fp4: has instructions for that, too, and one that rounds to bfloat16.
+    converts_fp8: "e4m3fn" or "e4m3fnuz", if it has an instruction that makes bfloat16 or float32 of two of these; sm_90
+        only makes float16, and needs a slow one for each to go on from there.
+    converts_fp4: has such instructions for e2m1, too, and one that rounds to bfloat16.
     acts: formats of activations that it multiplies packed weights with as they are stored, of ops.ACTS.
     """
 

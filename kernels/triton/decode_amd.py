@@ -1,8 +1,9 @@
 """Packed words -> tiles of a matrix product's operand by AMD's instructions: bytes picked by bytes, and conversions.
 
-A word is 32 bits of packed weights, as in decode.py, whose elements stay in their order. Scales of blocks are applied on
-the way, and nothing is left to the sums but the factor 2 of e4m3fnuz. What an instruction does is said by "AMD Instinct
-MI300 Instruction Set Architecture" and that of CDNA 4; tests/kernels/instructions.py has it for the interpreter.
+A word is 32 bits of packed weights, as in decode.py; elements stay in their order, for two neighbours are made at once.
+Scales of blocks are applied on the way, but for those of fp8, and nothing is left to the sums but the factor 2 of
+e4m3fnuz. For what instructions do see "AMD Instinct MI300 Instruction Set Architecture", that of CDNA 4, and, for the
+interpreter, tests/kernels/instructions.py.
 """
 
 from __future__ import annotations
@@ -76,9 +77,7 @@ def _fp8_as_fnuz(words, DOT: tl.constexpr):
 
     The average of a byte and 0x7F, rounded down, has the byte's own sign, except for 0x80: that becomes a zero.
     """
-    average = tl.inline_asm_elementwise(
-        "v_lerp_u8 $0, $1, $2, 0", "=v,v,s", [words, _MAGNITUDES], tl.int32, True, 1
-    )
+    average = tl.inline_asm_elementwise("v_lerp_u8 $0, $1, $2, 0", "=v,v,s", [words, _MAGNITUDES], tl.int32, True, 1)
     words = (words & _MAGNITUDES) | (average & _SIGNS)
     return _bytes(words).to(tl.float8e4b8, bitcast=True).to(DOT)
 
@@ -117,9 +116,7 @@ def _looked_up(nibbles, low0, low1, high0, high1):
 @triton.jit
 def _fp4_by_table(words, scale, DOT: tl.constexpr):
     """-> DOT [R, W, 4, 2]. Every block has its table, of eight values in four registers."""
-    W: tl.constexpr = words.shape[1]
-    low0, low1, high0, high1 = _table(scale, DOT)
-    low0, low1, high0, high1 = _by_word(low0, W), _by_word(low1, W), _by_word(high0, W), _by_word(high1, W)
+    low0, low1, high0, high1 = _table(_by_word(scale, words.shape[1]), DOT)
     odd = words >> 4
     p0, p1 = _looked_up(_picked_alike(words, odd, _FIRST_HALVES), low0, low1, high0, high1)
     p2, p3 = _looked_up(_picked_alike(words, odd, _LAST_HALVES), low0, low1, high0, high1)
@@ -134,7 +131,7 @@ def _halves(pairs, DOT: tl.constexpr):
 
 @triton.jit
 def _converted(words, scale, BYTE: tl.constexpr, INTO: tl.constexpr):
-    """The two elements of e2m1 in a byte of each word, times the power of two in `scale`: side by side in an integer."""
+    """The two elements of e2m1 in a byte of each word, times the power of two in `scale`, in an integer."""
     PLACE: tl.constexpr = ("0,0", "1,0", "0,1", "1,1")[BYTE]
     CODE: tl.constexpr = "v_cvt_scalef32_pk_" + INTO + "_fp4 $0, $1, $2 op_sel:[" + PLACE + ",0]"
     if INTO == "f32":

@@ -317,10 +317,11 @@ def grouped_matmul(
     if FMT == "nvfp4":
         factor = tl.load(factors + expert * segments + tl.where(rows < first, 0, 1), mask=rows < N, other=0.0)
         acc *= factor[:, None]
-    if (FMT == "mxfp4" or FMT == "nvfp4") and ACT is None and (WAY == "pairs" or (WAY == "float32" and DOT != tl.float16)):
-        acc *= UNDO_OFFSET
-    if WAY == "fnuz":
+    if ACT is None and WAY == "fnuz":
         acc *= 2.0
+    elif ACT is None and (FMT == "mxfp4" or FMT == "nvfp4"):
+        if WAY == "pairs" or (WAY == "float32" and DOT != tl.float16):
+            acc *= UNDO_OFFSET
     out_rows = pair if SCATTER else entries
     if SPLIT > 1:
         out += tl.program_id(1).to(tl.int64) * out_split

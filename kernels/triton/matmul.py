@@ -216,11 +216,11 @@ def dot_type(chip: Chip, dtype: torch.dtype) -> tl.dtype:
 
 
 def way_of(chip: Chip, fmt: str, dot: tl.dtype) -> str:
-    """How a chip decodes weights to what is multiplied. "native": by a conversion of fp8; "pairs", "float32": see
-    decode.py; "fnuz", "table", "conversion": see decode_amd.py."""
+    """How a chip decodes packed weights to what is multiplied. "native": a conversion of fp8 as it is stored; "pairs",
+    "float32": see decode.py; "fnuz", "table", "conversion": see decode_amd.py."""
     if fmt == "fp8" and chip.converts_fp8:
         return {"e4m3fn": "native", "e4m3fnuz": "fnuz"}[chip.converts_fp8]
-    if fmt != "fp8" and chip.vendor == "hip" and dot != tl.float32:
+    if fmt in ("mxfp4", "nvfp4", "int4") and chip.vendor == "hip" and dot != tl.float32:
         return "conversion" if chip.converts_fp4 else "table"
     return "pairs" if chip.vendor == "cuda" and dot == tl.bfloat16 else "float32"
 

@@ -37,7 +37,8 @@ def permuted(high: np.ndarray, low: np.ndarray, which: np.ndarray) -> np.ndarray
     both = np.concatenate([_bytes(low), _bytes(high)], axis=-1)
     which = _bytes(which)
     assert np.isin(which, [*range(8), 12]).all(), "others copy signs, or are 0xFF"
-    return np.where(which == 12, 0, np.take_along_axis(both, which & 7, axis=-1)).astype(np.uint8).view(np.int32)[..., 0]
+    picked = np.where(which == 12, np.uint8(0), np.take_along_axis(both, which & 7, axis=-1))
+    return picked.view(np.int32)[..., 0]
 
 
 def averaged(a: np.ndarray, b: np.ndarray, up: np.ndarray) -> np.ndarray:

@@ -70,7 +70,8 @@ def _scales(as_e8m0):
 
 
 def _as_chips_do(convert):
-    """Of conversions: the interpreter (3.9) cuts bits off where bfloat16 is rounded to, and takes e4m3fnuz's NaN for −0."""
+    """Of conversions: the interpreter (3.9) cuts bits off where chips round to bfloat16, and takes NaN of e4m3fnuz for
+    −0."""
     import numpy as np
     import triton.language as tl
 

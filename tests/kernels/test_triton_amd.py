@@ -17,12 +17,14 @@ from tutel_pack.formats import PackedTensor
 from tutel_pack.kernels.triton.chips import CHIPS, INTERPRETER
 from tutel_pack.kernels.triton.decode_amd import decode_by_amd
 from tutel_pack.kernels.triton.matmul import way_of
+from tutel_pack.spec import Swiglu
 
 HERE = "tests.kernels.test_triton_amd"
 
 LIKE = {
-    name: replace(INTERPRETER, vendor="hip", converts_fp8=CHIPS[name].converts_fp8, converts_fp4=CHIPS[name].converts_fp4)
-    for name in ("gfx942", "gfx950")
+    name: replace(INTERPRETER, vendor="hip", converts_fp8=chip.converts_fp8, converts_fp4=chip.converts_fp4)
+    for name, chip in CHIPS.items()
+    if chip.vendor == "hip"
 }
 """The interpreter with a chip's ways of decoding."""
 
@@ -157,15 +159,9 @@ def test_linear(fmt, chip):
 def test_moe(chip, fmt):
     case = MoeCase(9, 3, 5, 96, 80)
     x, ids, weights, gate_up, down = case.arguments(fmt, torch.float16)
-    y = interpreted.submit(f"{HERE}:on", chip, "moe", x, ids, weights, gate_up, down, _swiglu(), None, None).result()
+    y = interpreted.submit(f"{HERE}:on", chip, "moe", x, ids, weights, gate_up, down, Swiglu(), None, None).result()
     wanted = moe64(x, ids, weights, decode64(gate_up), decode64(down))
     assert worst_tile(y, wanted, tokens_of_experts(ids, case.experts)) < tolerance(torch.float16, case.intermediate)
-
-
-def _swiglu():
-    from tutel_pack.spec import Swiglu
-
-    return Swiglu()
 
 
 def test_fp8_in_float32():
