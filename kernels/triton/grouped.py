@@ -93,9 +93,13 @@ def _place(pid, tiles_m, tiles_n):
 
 
 @triton.jit
-def _load_scales(scale, columns, count):
-    """Block scales as integers of their bits. Outside any will do: weights are zeros there."""
-    return tl.load(scale + tl.minimum(columns, count - 1))
+def _load_scales(scale, columns, count, FMT: tl.constexpr):
+    """Block scales as integers of their bits. Outside any will do, for weights are zeros there; those of blocks of 16,
+    which are many, are better masked: otherwise they take more registers on sm_80, and shared memory on gfx942."""
+    if FMT == "nvfp4":
+        return tl.load(scale + columns, mask=columns < count, other=0)
+    else:
+        return tl.load(scale + tl.minimum(columns, count - 1))
 
 
 @triton.jit
@@ -199,18 +203,18 @@ def _packed_product(
     count = tl.cdiv(K, BLOCK_K)
     begin, end = _part_of_k(K, BK, SPLIT)
     if FMT == "fp8":
-        ahead = _load_scales(scale, begin * BK // BLOCK_K + blocks, count)
+        ahead = _load_scales(scale, begin * BK // BLOCK_K + blocks, count, FMT)
     else:
-        ahead = _load_scales(scale, begin * BLOCKS + blocks, count)
+        ahead = _load_scales(scale, begin * BLOCKS + blocks, count, FMT)
     acc = tl.zeros((BN, BM), tl.float32)
     for step in range(begin, end):
         words = _load_columns(w, step * W + tl.arange(0, W), w_words * ALIGN, EVEN_K)
         tokens = _load_x(x, step * BK + tl.arange(0, BK), K, valid, EVEN_K).to(DOT)
         bits = ahead
         if FMT == "fp8":
-            ahead = _load_scales(scale, (step + 1) * BK // BLOCK_K + blocks, count)
+            ahead = _load_scales(scale, (step + 1) * BK // BLOCK_K + blocks, count, FMT)
         else:
-            ahead = _load_scales(scale, (step + 1) * BLOCKS + blocks, count)
+            ahead = _load_scales(scale, (step + 1) * BLOCKS + blocks, count, FMT)
         weight = _decoded(words, bits, FMT, DOT, WAY, FRAGMENT, WARPS)
         if FRAGMENT:
             tokens = _columns_in_fragment_order(tokens, H)
