@@ -13,8 +13,9 @@ class Chip:
     """name: as compilers call it.  vendor: "cuda", "hip" or "interpreter".
     units: multiprocessors or compute units of the largest one sold.  shared: bytes of shared memory a block may have.
     registers: 32-bit ones a thread may have.  warp: threads that go together.
-    converts_fp8: has an instruction that makes bfloat16 of e4m3fn, two at a time; sm_90 only makes float16, and needs
-        a slow one for each to go on from there.
+    converts_fp8: "e4m3fn" or "e4m3fnuz", if it has an instruction that makes bfloat16 or float32 of two of these; sm_90
+        only makes float16, and needs a slow one for each to go on from there.
+    converts_fp4: has such instructions for e2m1, too, and one that rounds to bfloat16.
     acts: formats of activations that it multiplies packed weights with as they are stored, of ops.ACTS.
     """
 
@@ -24,7 +25,8 @@ class Chip:
     shared: int
     registers: int
     warp: int
-    converts_fp8: bool = False
+    converts_fp8: str | None = None
+    converts_fp4: bool = False
     acts: tuple[str, ...] = ()
 
 
@@ -33,9 +35,9 @@ CHIPS = {
     for chip in (
         Chip("sm_80", "cuda", 108, 163 << 10, 255, 32),
         Chip("sm_90", "cuda", 132, 227 << 10, 255, 32, acts=("fp8",)),
-        Chip("sm_100", "cuda", 148, 227 << 10, 255, 32, converts_fp8=True, acts=("fp8", "mxfp8", "nvfp4")),
-        Chip("gfx942", "hip", 304, 64 << 10, 512, 64),
-        Chip("gfx950", "hip", 256, 160 << 10, 512, 64, converts_fp8=True, acts=("fp8", "mxfp8")),
+        Chip("sm_100", "cuda", 148, 227 << 10, 255, 32, converts_fp8="e4m3fn", acts=("fp8", "mxfp8", "nvfp4")),
+        Chip("gfx942", "hip", 304, 64 << 10, 512, 64, converts_fp8="e4m3fnuz"),
+        Chip("gfx950", "hip", 256, 160 << 10, 512, 64, converts_fp8="e4m3fn", converts_fp4=True, acts=("fp8", "mxfp8")),
     )
 }
 """A100, H100 and H200, B200, MI300, MI355: CUDA C++ Programming Guide, "Technical Specifications per Compute

@@ -50,11 +50,11 @@ GPUS = {
 and so in those after it), "AMD CDNA 3 Architecture" (four vector units of 16 lanes)."""
 
 INT_OPS = {
-    "sm_80": {"bf16": 0.7, "fp8": 2.6, "int4": 2.1, "mxfp4": 2.3, "nvfp4": 2.8},
-    "sm_90": {"bf16": 0.6, "fp8": 2.4, "int4": 1.6, "mxfp4": 2.1, "nvfp4": 2.7},
-    "sm_100": {"bf16": 0.6, "fp8": 0.6, "int4": 1.6, "mxfp4": 2.2, "nvfp4": 2.7},
-    "gfx942": {"bf16": 0.8, "fp8": 4.3, "int4": 7.6, "mxfp4": 4.2, "nvfp4": 4.6},
-    "gfx950": {"bf16": 0.8, "fp8": 0.9, "int4": 3.7, "mxfp4": 4.2, "nvfp4": 4.5},
+    "sm_80": {"bf16": 0.4, "fp8": 2.4, "int4": 1.9, "mxfp4": 2.2, "nvfp4": 2.7},
+    "sm_90": {"bf16": 0.3, "fp8": 2.2, "int4": 1.6, "mxfp4": 2.1, "nvfp4": 2.5},
+    "sm_100": {"bf16": 0.3, "fp8": 0.5, "int4": 1.5, "mxfp4": 2.1, "nvfp4": 2.7},
+    "gfx942": {"bf16": 0.4, "fp8": 1.7, "int4": 2.6, "mxfp4": 3.2, "nvfp4": 3.8},
+    "gfx950": {"bf16": 0.8, "fp8": 0.8, "int4": 2.1, "mxfp4": 0.6, "nvfp4": 0.9},
 }
 """Integer instructions to decode a weight for up to 16 tokens, as bench/kernels_aot.json has them."""
 

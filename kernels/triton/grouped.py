@@ -17,10 +17,14 @@ import triton
 import triton.language as tl
 
 from tutel_pack.kernels.triton.decode import FP8_FACTOR, UNDO_OFFSET, decode, multiplier
+from tutel_pack.kernels.triton.decode_amd import decode_by_amd
 from tutel_pack.kernels.triton.scaled import scaled_product
 
 SUPERTILE = tl.constexpr(8)
 """Tiles of tokens that pass a tile of weights while it is in the cache."""
+
+MOSTLY_FULL = tl.constexpr(64)
+"""Tokens of a tile whose loads have no mask."""
 
 
 @triton.jit
@@ -92,9 +96,13 @@ def _place(pid, tiles_m, tiles_n):
 
 
 @triton.jit
-def _load_scales(scale, columns, count, inside):
-    """Block scales as integers of their bits, 0 outside."""
-    return tl.load(scale + columns, mask=inside & (columns < count), other=0)
+def _load_scales(scale, columns, count, FMT: tl.constexpr):
+    """Block scales as integers of their bits. Outside any will do, for weights are zeros there; those of blocks of 16,
+    which are many, are better masked: otherwise they take more registers on sm_80, and shared memory on gfx942."""
+    if FMT == "nvfp4":
+        return tl.load(scale + columns, mask=columns < count, other=0)
+    else:
+        return tl.load(scale + tl.minimum(columns, count - 1))
 
 
 @triton.jit
@@ -117,10 +125,23 @@ def _part_of_k(K, BK: tl.constexpr, SPLIT: tl.constexpr):
 
 
 @triton.jit
+def _load_columns(rows, column, columns, EVEN_K: tl.constexpr):
+    """Of rows that pointers [·, 1] say; zeros outside. Where there is no outside there is no mask, which would take
+    registers on NVIDIA's chips and jumps on AMD's."""
+    if EVEN_K:
+        return tl.load(rows + column[None, :])
+    else:
+        return tl.load(rows + column[None, :], mask=(column < columns)[None, :], other=0)
+
+
+@triton.jit
 def _load_x(x, k, K, valid, EVEN_K: tl.constexpr):
-    """Columns k of rows of x, [BM, BK]; zeros outside."""
-    mask = valid[:, None] if EVEN_K else valid[:, None] & (k < K)[None, :]
-    return tl.load(x + k[None, :], mask=mask, other=0.0)
+    """Columns k of tokens, [BM, BK]. Tiles of few tokens, which may be nearly empty, read no others."""
+    if valid.shape[0] >= MOSTLY_FULL:
+        return _load_columns(x, k, K, EVEN_K)
+    else:
+        mask = valid[:, None] if EVEN_K else valid[:, None] & (k < K)[None, :]
+        return tl.load(x + k[None, :], mask=mask, other=0.0)
 
 
 @triton.jit
@@ -152,7 +173,7 @@ def _product(weight, tokens, acc, DOT: tl.constexpr, PARTS: tl.constexpr):
 
 @triton.jit
 def _plain_product(
-    x, w, rows, valid, N, K, w_row, DOT: tl.constexpr, PARTS: tl.constexpr,
+    x, w, rows, valid, K, w_row, DOT: tl.constexpr, PARTS: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr, EVEN_K: tl.constexpr,
 ):  # fmt: skip
     """[BN, BM] of elements as they are. x: pointers to rows [BM, 1]; w: to the expert."""
@@ -161,17 +182,36 @@ def _plain_product(
     acc = tl.zeros((BN, BM), tl.float32)
     for step in range(begin, end):
         k = step * BK + tl.arange(0, BK)
-        mask = (rows < N)[:, None] if EVEN_K else (rows < N)[:, None] & (k < K)[None, :]
-        weight = tl.load(w + k[None, :], mask=mask, other=0.0).to(DOT)
+        weight = _load_columns(w, k, K, EVEN_K).to(DOT)
         acc = _product(weight, _load_x(x, k, K, valid, EVEN_K), acc, DOT, PARTS)
     return acc
 
 
 @triton.jit
+def _decoded(
+    words, bits, FMT: tl.constexpr, DOT: tl.constexpr, WAY: tl.constexpr, FRAGMENT: tl.constexpr, WARPS: tl.constexpr
+):  # fmt: skip
+    """Words [BN, ·] and stored scales of their blocks -> DOT [BN, BK], columns in order or in that of fragments. Scales
+    of fp8 are not applied."""
+    BN: tl.constexpr = words.shape[0]
+    if WAY == "native":
+        return words.to(tl.float8e4nv, bitcast=True).to(DOT)
+    elif WAY == "fnuz" or WAY == "table" or WAY == "conversion":
+        return decode_by_amd(words, bits, FMT, DOT, WAY)
+    else:
+        factor = tl.full((BN, 1), FP8_FACTOR, tl.float32) if FMT == "fp8" else multiplier(bits, FMT)
+        weight = decode(words, factor, FMT, DOT, WAY == "pairs", FRAGMENT)
+        if FRAGMENT:
+            return _in_fragment_order(weight, WARPS)
+        else:
+            return weight.reshape(BN, weight.shape[1] * weight.shape[2] * weight.shape[3])
+
+
+@triton.jit
 def _packed_product(
-    x, w, scale, rows, loaded, scale_rows, valid, N, K, w_row, w_words, scale_row,
-    FMT: tl.constexpr, DOT: tl.constexpr, PARTS: tl.constexpr, NATIVE: tl.constexpr, PAIRS: tl.constexpr,
-    FRAGMENT: tl.constexpr, ALIGN: tl.constexpr, BLOCK_K: tl.constexpr, E8M0: tl.constexpr,
+    x, w, scale, rows, scale_rows, valid, K, w_row, w_words, scale_row,
+    FMT: tl.constexpr, DOT: tl.constexpr, PARTS: tl.constexpr, WAY: tl.constexpr, FRAGMENT: tl.constexpr,
+    ALIGN: tl.constexpr, BLOCK_K: tl.constexpr, E8M0: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr, EVEN_K: tl.constexpr,
     WARPS: tl.constexpr,
 ):  # fmt: skip
@@ -180,46 +220,33 @@ def _packed_product(
     Scales are loaded a step ahead: they are too narrow for the compiler to do it by itself.
     """
     H: tl.constexpr = 2 if FMT == "fp8" else 4
-    W: tl.constexpr = BK if NATIVE else BK // (2 * H)
+    W: tl.constexpr = BK if WAY == "native" else BK // (2 * H)
     BLOCKS: tl.constexpr = 1 if FMT == "fp8" else BK // BLOCK_K
-    w += loaded.to(tl.int64)[:, None] * (w_row * ALIGN)
-    inside = (loaded < N)[:, None]
+    w += rows.to(tl.int64)[:, None] * (w_row * ALIGN)
     if FMT == "fp8":
         scale += scale_rows.to(tl.int64) * scale_row
-        inside_scale = rows < N
         blocks = tl.arange(0, 1)
     else:
         scale += scale_rows.to(tl.int64)[:, None] * scale_row
-        inside_scale = inside
         blocks = tl.arange(0, BLOCKS)[None, :]
     count = tl.cdiv(K, BLOCK_K)
     begin, end = _part_of_k(K, BK, SPLIT)
     if FMT == "fp8":
-        ahead = _load_scales(scale, begin * BK // BLOCK_K + blocks, count, inside_scale)
+        ahead = _load_scales(scale, begin * BK // BLOCK_K + blocks, count, FMT)
     else:
-        ahead = _load_scales(scale, begin * BLOCKS + blocks, count, inside_scale)
+        ahead = _load_scales(scale, begin * BLOCKS + blocks, count, FMT)
     acc = tl.zeros((BN, BM), tl.float32)
     for step in range(begin, end):
-        word = step * W + tl.arange(0, W)
-        mask = inside if EVEN_K else inside & (word < w_words * ALIGN)[None, :]
-        words = tl.load(w + word[None, :], mask=mask, other=0)
-        k = step * BK + tl.arange(0, BK)
-        tokens = _load_x(x, k, K, valid, EVEN_K)
+        words = _load_columns(w, step * W + tl.arange(0, W), w_words * ALIGN, EVEN_K)
+        tokens = _load_x(x, step * BK + tl.arange(0, BK), K, valid, EVEN_K)
         bits = ahead
         if FMT == "fp8":
-            ahead = _load_scales(scale, (step + 1) * BK // BLOCK_K + blocks, count, inside_scale)
-            if NATIVE:
-                weight = words.to(tl.float8e4nv, bitcast=True).to(DOT)
-            else:
-                weight = decode(words, tl.full((BN, 1), FP8_FACTOR, tl.float32), FMT, DOT, PAIRS, FRAGMENT)
+            ahead = _load_scales(scale, (step + 1) * BK // BLOCK_K + blocks, count, FMT)
         else:
-            ahead = _load_scales(scale, (step + 1) * BLOCKS + blocks, count, inside_scale)
-            weight = decode(words, multiplier(bits, FMT), FMT, DOT, PAIRS, FRAGMENT)
+            ahead = _load_scales(scale, (step + 1) * BLOCKS + blocks, count, FMT)
+        weight = _decoded(words, bits, FMT, DOT, WAY, FRAGMENT, WARPS)
         if FRAGMENT:
-            weight = _in_fragment_order(weight, WARPS)
             tokens = _columns_in_fragment_order(tokens, H)
-        else:
-            weight = weight.reshape(BN, BK)
         if FMT == "fp8":
             of_step = _product(weight, tokens, tl.zeros((BN, BM), tl.float32), DOT, PARTS)
             acc += of_step * _fp8_factor(bits, E8M0)[:, None]
@@ -259,7 +286,7 @@ def grouped_matmul(
     tiles_m, pairs, x_per_row, N, K, first, segments,
     w_expert, w_row, w_words, scale_expert, scale_row, out_row, out_split, x_row, x_scale_row,
     FMT: tl.constexpr, ACT: tl.constexpr, DOT: tl.constexpr, PARTS: tl.constexpr,
-    NATIVE: tl.constexpr, PAIRS: tl.constexpr, FRAGMENT: tl.constexpr,
+    WAY: tl.constexpr, FRAGMENT: tl.constexpr,
     ALIGN: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, E8M0: tl.constexpr,
     GROUPED: tl.constexpr, GATHER: tl.constexpr, SCATTER: tl.constexpr,
     GATED: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr, SHIFT: tl.constexpr,
@@ -270,7 +297,8 @@ def grouped_matmul(
 
     x [·, K]; where there is ACT, x, x_scale and x_factors are those of activations.Activations, with rows of x_row
         bytes and x_scale_row scales.
-    w: words [E, N, ·] of FMT; elements if that is "plain"; bytes if NATIVE (fp8 that the chip converts) or if ACT.
+    w: words [E, N, ·] of FMT; elements if that is "plain"; bytes if ACT or if WAY is "native".
+    WAY: of decoding, see matmul.way_of.
     scale [E, ·, ·]: bits of the block scales, of BLOCK_N × BLOCK_K elements each; for fp8 float32, or bytes if E8M0.
     factors float32 [E, segments]: global scales.
     first: rows of the first segment.  bias [E, N], float32 weights [pairs]: of output rows; either may be None.
@@ -308,22 +336,26 @@ def grouped_matmul(
         )  # fmt: skip
         if x_factors is not None:
             acc *= tl.load(x_factors + token, mask=valid, other=0.0)[None, :]
-    elif FMT == "plain":
-        x += token[:, None] * K
-        acc = _plain_product(x, w, rows, valid, N, K, w_row, DOT, PARTS, BM, BN, BK, SPLIT, EVEN_K)
     else:
-        x += token[:, None] * K
-        loaded = _loaded_rows(tile_n, N // 2, BN, GATED, WARPS) if FRAGMENT else rows
-        scale_rows = _scale_rows(rows, first, BLOCK_N) if FMT == "fp8" else loaded
-        acc = _packed_product(
-            x, w, scale + expert * scale_expert, rows, loaded, scale_rows, valid, N, K, w_row, w_words, scale_row,
-            FMT, DOT, PARTS, NATIVE, PAIRS, FRAGMENT, ALIGN, BLOCK_K, E8M0, BM, BN, BK, SPLIT, EVEN_K, WARPS,
-        )  # fmt: skip
+        # Tokens and rows outside are read from where others are, and not stored.
+        x += tl.where(valid, token, 0)[:, None] * K
+        loaded = tl.minimum(_loaded_rows(tile_n, N // 2, BN, GATED, WARPS) if FRAGMENT else rows, N - 1)
+        if FMT == "plain":
+            acc = _plain_product(x, w, loaded, valid, K, w_row, DOT, PARTS, BM, BN, BK, SPLIT, EVEN_K)
+        else:
+            scale_rows = _scale_rows(tl.minimum(rows, N - 1), first, BLOCK_N) if FMT == "fp8" else loaded
+            acc = _packed_product(
+                x, w, scale + expert * scale_expert, loaded, scale_rows, valid, K, w_row, w_words, scale_row,
+                FMT, DOT, PARTS, WAY, FRAGMENT, ALIGN, BLOCK_K, E8M0, BM, BN, BK, SPLIT, EVEN_K, WARPS,
+            )  # fmt: skip
     if FMT == "nvfp4":
         factor = tl.load(factors + expert * segments + tl.where(rows < first, 0, 1), mask=rows < N, other=0.0)
         acc *= factor[:, None]
-    if (FMT == "mxfp4" or FMT == "nvfp4") and DOT != tl.float16 and ACT is None:
-        acc *= UNDO_OFFSET
+    if ACT is None and WAY == "fnuz":
+        acc *= 2.0
+    elif ACT is None and (FMT == "mxfp4" or FMT == "nvfp4"):
+        if WAY == "pairs" or (WAY == "float32" and DOT != tl.float16):
+            acc *= UNDO_OFFSET
     out_rows = pair if SCATTER else entries
     if SPLIT > 1:
         out += tl.program_id(1).to(tl.int64) * out_split

@@ -180,19 +180,18 @@ def product(
     dtype = out.dtype if act else x.dtype
     in_parts = not act and _in_parts(w, dtype)
     dot = dot_type(chip, torch.bfloat16 if in_parts else dtype)
-    native = w.fmt == "fp8" and chip.converts_fp8
+    way = way_of(chip, w.fmt, dot)
     arguments = dict(
         **_taken(x), scale=w.scale, factors=w.factors, bias=own.bias, weights=own.weights, out=parts,
         order=tiles and tiles.order, tile_expert=tiles and tiles.expert, tile_first=tiles and tiles.first,
         tile_last=tiles and tiles.last,
         tiles_m=tiles_m, pairs=rows, x_per_row=max(1, gather), N=n, K=k, first=w.first,
         segments=1 if w.factors is None else w.factors.shape[1],
-        **w.stored(native or act is not None), scale_expert=0 if w.scale is None else w.scale.stride(0),
+        **w.stored(way == "native" or act is not None), scale_expert=0 if w.scale is None else w.scale.stride(0),
         scale_row=0 if w.scale is None else w.scale.stride(1),
         out_row=parts.stride(-2), out_split=parts.stride(0) if tile.split > 1 else 0,
-        FMT=w.fmt, ACT=act, DOT=dot, PARTS=3 if in_parts else 1,
-        NATIVE=native, PAIRS=chip.vendor == "cuda" and dot == tl.bfloat16,
-        FRAGMENT=chip.vendor != "hip" and not native and not act and w.in_fragment_order(tile),
+        FMT=w.fmt, ACT=act, DOT=dot, PARTS=3 if in_parts else 1, WAY=way,
+        FRAGMENT=chip.vendor != "hip" and way in ("pairs", "float32") and not act and w.in_fragment_order(tile),
         BLOCK_N=w.block[0], BLOCK_K=w.block[1], E8M0=w.fmt == "fp8" and w.scale.dtype == torch.uint8,
         GROUPED=tiles is not None, GATHER=gather > 0, SCATTER=scatter, **epilogue.constants(),
         BM=tile.bm, BN=tile.bn, BK=tile.bk, SPLIT=tile.split, EVEN_K=k % tile.bk == 0, WARPS=tile.warps,
@@ -254,6 +253,16 @@ def dot_type(chip: Chip, dtype: torch.dtype) -> tl.dtype:
     if chip.vendor == "interpreter" and dtype == torch.bfloat16:
         return tl.float32
     return DOTS[dtype]
+
+
+def way_of(chip: Chip, fmt: str, dot: tl.dtype) -> str:
+    """How a chip decodes packed weights to what is multiplied. "native": a conversion of fp8 as it is stored; "pairs",
+    "float32": see decode.py; "fnuz", "table", "conversion": see decode_amd.py."""
+    if fmt == "fp8" and chip.converts_fp8:
+        return {"e4m3fn": "native", "e4m3fnuz": "fnuz"}[chip.converts_fp8]
+    if fmt in ("mxfp4", "nvfp4", "int4") and chip.vendor == "hip" and dot != tl.float32:
+        return "conversion" if chip.converts_fp4 else "table"
+    return "pairs" if chip.vendor == "cuda" and dot == tl.bfloat16 else "float32"
 
 
 def problem_of(w: Operand, rows: int, dtype: torch.dtype, act: str | None = None) -> Problem:

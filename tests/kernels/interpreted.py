@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import importlib
+import io
 import multiprocessing
 import os
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -15,8 +16,14 @@ WORKERS = 2
 
 
 def submit(function: str, *args, **kwargs) -> Future:
-    """Call a function, "module:name", with memory poisoned by NaN."""
-    return _pool().submit(_call, function, args, kwargs)
+    """Call a function, "module:name", with memory poisoned by NaN.
+
+    Arguments are copied here and now: torch would move tensors to shared memory in the pool's own thread, while the
+    caller reads them.
+    """
+    arguments = io.BytesIO()
+    torch.save((args, kwargs), arguments)
+    return _pool().submit(_call, function, arguments.getvalue())
 
 
 def op(name: str, *args) -> Future:
@@ -30,8 +37,9 @@ def _op(name: str, *args):
     return getattr(Ops("triton"), name)(*args)
 
 
-def _call(function: str, args: tuple, kwargs: dict):
+def _call(function: str, arguments: bytes):
     module, name = function.split(":")
+    args, kwargs = torch.load(io.BytesIO(arguments), weights_only=False)
     return getattr(importlib.import_module(module), name)(*args, **kwargs)
 
 
@@ -50,7 +58,11 @@ def _prepare() -> None:
 
     from triton.runtime import interpreter
 
+    from tests.kernels import instructions
+
     interpreter.InterpretedFunction.__call__ = _call_patched_once
+    interpreter.InterpreterBuilder.create_inline_asm = instructions.run
+    interpreter._convert_float = _as_chips_do(interpreter._convert_float)
     interpreter._dot_scaled_scale_to_f32 = _scales(interpreter._dot_scaled_scale_to_f32)
 
 
@@ -63,6 +75,21 @@ def _scales(as_e8m0):
         return _mxfp_value_handle_to_float32(handle) if handle.dtype == tl.float8e4nv else as_e8m0(handle, compute_type)
 
     return read
+
+
+def _as_chips_do(convert):
+    """Of conversions: the interpreter (3.9) cuts bits off where chips round to bfloat16, and takes NaN of e4m3fnuz for
+    −0."""
+    import numpy as np
+    import triton.language as tl
+
+    def converted(data, dtype, into, rounding_mode):
+        if dtype == tl.float32 and into == tl.bfloat16:
+            return torch.from_numpy(data.copy()).to(torch.bfloat16).view(torch.int16).numpy().view(np.uint16)
+        made = convert(data, dtype, into, rounding_mode)
+        return np.where(data == 0x80, np.iinfo(made.dtype).max, made) if dtype == tl.float8e4b8 else made
+
+    return converted
 
 
 _patched: set[int] = set()

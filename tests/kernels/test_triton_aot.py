@@ -14,7 +14,7 @@ import torch
 
 from tutel_pack.kernels.triton.aot import MATRIX, Compiled, Instruction, _main_loop, compile_for
 from tutel_pack.kernels.triton.chips import CHIPS
-from tutel_pack.kernels.triton.variants import all_variants, compiled, gate_up
+from tutel_pack.kernels.triton.variants import Variant, all_variants, compiled, gate_up
 
 COUNTS = json.loads((Path(__file__).parents[2] / "bench" / "kernels_aot.json").read_text())
 """Integer instructions for a decoded weight, as bench/kernels_aot.py last found them."""
@@ -67,6 +67,7 @@ def test_machine_code(chip, name, results):
         check_quantized(chip, name, made)
     else:
         check_loads(chip, name, made)
+        check_conversions(chip, made, variant)
     assert variant.int_ops_per_weight(limits, made) <= SLACK * COUNTS[chip][name]
 
 
@@ -77,6 +78,52 @@ def check_loads(chip: str, name: str, made: Compiled) -> None:
         # Weights and tokens are copied to shared memory; only scales are loaded in smaller pieces, into registers.
         copies = [op for op in made.loop if op.startswith("LDGSTS")]
         assert copies and all(op.endswith(".128") for op in copies)
+
+
+CONVERSIONS = {
+    ("gfx942", "fp8"): r"v_cvt_pk_f32_fp8",
+    ("gfx950", "fp8"): r"v_cvt_scalef32_pk_(bf16|f16)_fp8",
+    ("gfx950", "mxfp4"): r"v_cvt_scalef32_pk_(bf16|f16)_fp4",
+    ("gfx950", "nvfp4"): r"v_cvt_scalef32_pk_f32_fp4",
+    ("sm_100", "fp8"): r"F2FP\.BF16\.E4M3",
+}
+"""Of a chip and a format: the instruction that makes two weights what is multiplied, or leads there."""
+
+
+def check_conversions(chip: str, made: Compiled, variant: Variant) -> None:
+    wanted = CONVERSIONS.get((chip, variant.launch.arguments["FMT"]))
+    if wanted:
+        found = sum(n for op, n in made.loop.items() if re.match(wanted, op))
+        assert found == variant.weights_of_a_thread(CHIPS[chip]) / 2
+    # AMD's matrix instructions must wait for what a vector unit wrote just before, and the compiler sees to it, but not
+    # for inline assembly. (It gives decoded weights to shared memory, from where they are read.)
+    assert not fed_by_inline_assembly(made.assembly)
+
+
+def fed_by_inline_assembly(assembly: str) -> bool:
+    """Whether a matrix instruction of AMD's reads a register that inline assembly was the last to write."""
+    inline, written = False, set()
+    for line in assembly.splitlines():
+        if ";#ASM" in line:
+            inline = "ASMSTART" in line
+        elif found := re.match(r"\t([vd]\w+)\s+(.*)", line):
+            op, (to, *operands) = found[1], found[2].split(",")
+            if op.startswith("v_mfma") and any(written & _registers(o) for o in operands):
+                return True
+            written = written | _registers(to) if inline else written - _registers(to)
+    return False
+
+
+def _registers(operand: str) -> set[int]:
+    """Of "v7" or "v[6:7]"."""
+    numbers = re.match(r"\s*v\[?(\d+)(?::(\d+))?", operand)
+    return set(range(int(numbers[1]), int(numbers[2] or numbers[1]) + 1)) if numbers else set()
+
+
+@pytest.mark.parametrize("between, fed", [("", True), ("\tds_read_b64 v[4:5], v9\n", False)], ids=["fed", "not fed"])
+def test_matrix_instructions_fed_by_inline_assembly_are_seen(between, fed):
+    inline = "\t;;#ASMSTART\n\tv_perm_b32 v5, v1, v2, s3\n\t;;#ASMEND\n"
+    assert fed_by_inline_assembly(inline + between + "\tv_mfma_f32_16x16x16_bf16 v[0:3], v[4:5], v[6:7], v[0:3]\n") == fed
 
 
 OPERANDS = {

@@ -130,7 +130,7 @@ def natively(x: torch.Tensor, w: PackedTensor) -> torch.Tensor:
     from tutel_pack.kernels.triton import backend, chips
 
     kept = backend.chip_of
-    backend.chip_of = lambda device: replace(chips.INTERPRETER, converts_fp8=True)
+    backend.chip_of = lambda device: replace(chips.INTERPRETER, converts_fp8="e4m3fn")
     try:
         return backend.linear(x, w, None)
     finally:
