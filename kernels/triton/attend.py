@@ -48,7 +48,7 @@ def _add_sink(best, total, sinks, head, mine):
 def attend(
     q, q_shared, keys, values, starts, lengths, blocks, first_block, picks, sinks, out, parts, stats,
     scale, heads, group, top_k,
-    q_row, q_head, shared_row, shared_head, key_block, key_row, key_head,
+    q_row, q_head, shared_row, shared_head, key_block, key_head, key_row: tl.constexpr,
     D: tl.constexpr, E: tl.constexpr, BLOCK: tl.constexpr, ONE: tl.constexpr, WINDOW: tl.constexpr,
     PARTED: tl.constexpr, DOT: tl.constexpr, TILES: tl.constexpr,
     BH: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
@@ -57,7 +57,7 @@ def attend(
 
     q [T, heads, D]; q_shared [T, heads, E], None where E is 0.  keys [·, BLOCK, ·, D + E]: a pool; values of D, None if
         they are the first D dimensions of the keys.  Strides in elements: of a token and a head of the queries, of a
-        block, a position and a head of the pools.
+        block, a head and a position of the pools; the last is a constant so that offsets in a step are no registers.
     starts int64 [S + 1], lengths int64 [S], as of ops.Layout.  blocks int64: all tables, one after another, that of a
         sequence from first_block int64 [S] on.
     picks int64 [S, top_k]: positions to attend to; None for all, or for the last WINDOW.

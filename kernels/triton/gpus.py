@@ -56,7 +56,7 @@ INT_OPS = {
     "gfx942": {"bf16": 0.8, "fp8": 4.3, "int4": 7.6, "mxfp4": 4.2, "nvfp4": 4.6},
     "gfx950": {"bf16": 0.8, "fp8": 0.9, "int4": 3.7, "mxfp4": 4.2, "nvfp4": 4.5},
 }
-"""Integer instructions to decode a weight for up to 16 tokens, as bench/kernels_aot.json has them."""
+"""Integer instructions to decode a weight for up to 16 tokens, as bench/kernels_aot.json has them of Triton 3.9."""
 
 
 def find_gpu(name: str) -> Gpu:

@@ -25,6 +25,8 @@ _BITS = {
 _COLUMNS = 1024
 """Of an output that a program adds up."""
 
+_TRITON = tuple(int(n) for n in triton.__version__.split(".")[:2])
+
 
 @dataclass(frozen=True)
 class Operand:
@@ -175,16 +177,26 @@ def product(
         scale_row=0 if w.scale is None else w.scale.stride(1),
         out_row=parts.shape[-1], out_split=parts.stride(0) if tile.split > 1 else 0,
         FMT=w.fmt, ACT=act, DOT=dot, NATIVE=native, PAIRS=chip.vendor == "cuda" and dot == tl.bfloat16,
-        FRAGMENT=chip.vendor != "hip" and not native and not act and w.in_fragment_order(tile),
+        FRAGMENT=fragment_run(chip, dot) if not native and not act and w.in_fragment_order(tile) else 0,
         BLOCK_N=w.block[0], BLOCK_K=w.block[1], E8M0=w.fmt == "fp8" and w.scale.dtype == torch.uint8,
         GROUPED=tiles is not None, GATHER=gather > 0, SCATTER=scatter, **epilogue.constants(),
         BM=tile.bm, BN=tile.bn, BK=tile.bk, SPLIT=tile.split, EVEN_K=k % tile.bk == 0, WARPS=tile.warps,
+        THREADS=tile.warps * chip.warp,
     )  # fmt: skip
     grid = (tiles_m * -(-n // tile.bn), tile.split)
     launches = [Launch(grouped.grouped_matmul, grid, arguments, tile.warps, tile.stages)]
     if tile.split > 1:
         launches.append(_finishing(parts, out, e, epilogue, ids, tiles and tiles.order, sorted_rows=not scatter))
     return launches
+
+
+def fragment_run(chip: Chip, dot: tl.dtype) -> int:
+    """Pairs of columns side by side that a thread holds of a matrix instruction's operand; 0 where decoded words cannot
+    be put in its order. For `mma.sync` Triton makes them two where it sees joined words; from 3.8 on it does not see
+    through the inline assembly that decodes to bfloat16."""
+    if chip.vendor == "hip":
+        return 0
+    return 1 if chip.name in ("sm_90", "sm_100") or (dot == tl.bfloat16 and _TRITON >= (3, 8)) else 2
 
 
 def _taken(x: Tensor | Activations) -> dict[str, Tensor | int | None]:
