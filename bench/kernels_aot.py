@@ -2,7 +2,8 @@
 
 Prints for each chip and kernel the matrix instruction, what did not fit the registers, shared memory, registers, and
 the integer instructions that it takes to decode one weight (of the loop along K, those for addresses included).
---write keeps the last in bench/kernels_aot.json, which tests hold the kernels to.
+--write keeps the last in bench/kernels_aot.json by versions of Triton; tests hold the kernels to those of their own.
+`make counts` does so for the newest and the oldest Triton there is support for.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from pathlib import Path
 
 import triton
 
-from tutel_pack.kernels.triton.aot import Compiled
+from tutel_pack.kernels.triton.aot import VERSION, Compiled
 from tutel_pack.kernels.triton.chips import CHIPS
 from tutel_pack.kernels.triton.variants import all_variants, compiled
 
@@ -71,10 +72,12 @@ def line(row: dict) -> str:
 
 
 def write_counts(rows: list[dict]) -> None:
-    counts = json.loads(COUNTS.read_text()) if COUNTS.exists() else {}
+    found = {r["target"]: {} for r in rows}
     for r in rows:
         if r["int_ops_per_weight"] is not None:
-            counts.setdefault(r["target"], {})[r["name"]] = r["int_ops_per_weight"]
+            found[r["target"]][r["name"]] = r["int_ops_per_weight"]
+    counts = json.loads(COUNTS.read_text())
+    counts.setdefault(VERSION, {}).update(found)
     COUNTS.write_text(json.dumps(counts, indent=2) + "\n")
 
 

@@ -30,6 +30,9 @@ _TYPES = {
 }  # fmt: skip
 _NVIDIA_TOOLS = Path(triton.backends.nvidia.__file__).parent / "bin"
 
+VERSION = ".".join(triton.__version__.split(".")[:2])
+"""Of Triton, by which machine code differs."""
+
 MATRIX = {
     "mma": r"\bmma\.sync\.\S+",
     "wgmma": r"\bwgmma\.mma_async\.\S+",
@@ -37,6 +40,12 @@ MATRIX = {
     "mfma": r"\bv_mfma_\S+",
 }
 """What matrix instructions look like in PTX and in AMD's assembly."""
+
+_SYNONYMS = {
+    "kind::mxf8f6f4.block_scale.scale_vec::1X": "kind::mxf8f6f4.block_scale.block32",
+    "kind::mxf4nvf4.block_scale.scale_vec::4X": "kind::mxf4nvf4.block_scale.block16",
+}
+"""PTX ISA, "tcgen05.mma", has two names for the blocks of a scale. Triton 3.6 writes the first, 3.9 the second."""
 
 
 @dataclass(frozen=True)
@@ -128,6 +137,8 @@ def _from_nvidia(ptx: str, cubin: bytes, shared: int) -> Compiled:
         file.flush()
         usage = _tool("cuobjdump", "-res-usage", file.name)
         code = _tool("cuobjdump", "-sass", file.name)
+    for name, other in _SYNONYMS.items():
+        ptx = ptx.replace(name, other)
     registers = int(re.search(r"REG:(\d+)", usage)[1])
     # Local memory holds what does not fit the registers; no kernel here has arrays of its own.
     spills = int(re.search(r"LOCAL:(\d+)", usage)[1]) + int(re.search(r"STACK:(\d+)", usage)[1])

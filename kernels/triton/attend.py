@@ -66,7 +66,7 @@ def attend(
 
     q [T, heads, D]; q_shared [T, heads, E], None where E is 0.  keys [·, BLOCK, ·, D + E]: a pool; values of D, None if
         they are the first D dimensions of the keys.  Strides in elements: of a token and a head of the queries, of a
-        block, a position and a head of the pools.
+        block, a head and a position of the pools; the last is a constant so that offsets in a step are no registers.
     starts int64 [S + 1], lengths int64 [S], as of ops.Layout.  blocks int64: all tables, one after another, that of a
         sequence from first_block int64 [S] on.
     picks int64 [S, top_k]: positions to attend to; None for all, or for the last WINDOW.

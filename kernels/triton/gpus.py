@@ -56,7 +56,7 @@ INT_OPS = {
     "gfx942": {"bf16": 0.4, "fp8": 1.7, "int4": 2.6, "mxfp4": 3.2, "nvfp4": 3.8},
     "gfx950": {"bf16": 0.8, "fp8": 0.8, "int4": 2.1, "mxfp4": 0.6, "nvfp4": 0.9},
 }
-"""Integer instructions to decode a weight for up to 16 tokens, as bench/kernels_aot.json has them."""
+"""Integer instructions to decode a weight for up to 16 tokens, as bench/kernels_aot.json has them of Triton 3.9."""
 
 
 def find_gpu(name: str) -> Gpu:

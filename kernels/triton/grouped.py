@@ -61,20 +61,22 @@ def _loaded_rows(tile, half, BN: tl.constexpr, GATED: tl.constexpr, WARPS: tl.co
 
 
 @triton.jit
-def _in_fragment_order(w, WARPS: tl.constexpr):
+def _in_fragment_order(w, RUN: tl.constexpr, WARPS: tl.constexpr):
     """Decoded words [BN, 16, 2, H] of `_loaded_rows` -> [BN, K], columns in the order of `_columns_in_fragment_order`:
     every thread holds what the matrix instruction wants from it."""
     BN: tl.constexpr = w.shape[0]
     H: tl.constexpr = w.shape[3]
-    w = w.reshape(BN // (16 * WARPS), 2, WARPS, 8, 4, 4, 2, H)
-    return tl.permute(w, (0, 2, 1, 3, 5, 7, 4, 6)).reshape(BN, 32 * H)
+    w = w.reshape(BN // (16 * WARPS), 2, WARPS, 8, 4, 4, 2, H // RUN, RUN)
+    return tl.permute(w, (0, 2, 1, 3, 5, 7, 4, 8, 6)).reshape(BN, 32 * H)
 
 
 @triton.jit
-def _columns_in_fragment_order(x, H: tl.constexpr):
-    """x [BM, 32·H]: columns by quad lane, word of it, c and h become columns by word, h, lane and c."""
+def _columns_in_fragment_order(x, H: tl.constexpr, RUN: tl.constexpr):
+    """x [BM, 32·H]: columns by quad lane, word of it, c and h become columns by word, h, lane and c; of h what is below
+    RUN comes after the lane, for a thread wants 2·RUN columns that are side by side."""
     BM: tl.constexpr = x.shape[0]
-    return tl.permute(x.reshape(BM, 4, 4, 2, H), (0, 2, 4, 1, 3)).reshape(BM, 32 * H)
+    x = x.reshape(BM, 4, 4, 2, H // RUN, RUN)
+    return tl.permute(x, (0, 2, 4, 1, 5, 3)).reshape(BM, 32 * H)
 
 
 @triton.jit
@@ -202,7 +204,7 @@ def _decoded(
         factor = tl.full((BN, 1), FP8_FACTOR, tl.float32) if FMT == "fp8" else multiplier(bits, FMT)
         weight = decode(words, factor, FMT, DOT, WAY == "pairs", FRAGMENT)
         if FRAGMENT:
-            return _in_fragment_order(weight, WARPS)
+            return _in_fragment_order(weight, FRAGMENT, WARPS)
         else:
             return weight.reshape(BN, weight.shape[1] * weight.shape[2] * weight.shape[3])
 
@@ -246,7 +248,7 @@ def _packed_product(
             ahead = _load_scales(scale, (step + 1) * BLOCKS + blocks, count, FMT)
         weight = _decoded(words, bits, FMT, DOT, WAY, FRAGMENT, WARPS)
         if FRAGMENT:
-            tokens = _columns_in_fragment_order(tokens, H)
+            tokens = _columns_in_fragment_order(tokens, H, FRAGMENT)
         if FMT == "fp8":
             of_step = _product(weight, tokens, tl.zeros((BN, BM), tl.float32), DOT, PARTS)
             acc += of_step * _fp8_factor(bits, E8M0)[:, None]
@@ -291,7 +293,7 @@ def grouped_matmul(
     GROUPED: tl.constexpr, GATHER: tl.constexpr, SCATTER: tl.constexpr,
     GATED: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr, SHIFT: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr, EVEN_K: tl.constexpr,
-    WARPS: tl.constexpr,
+    WARPS: tl.constexpr, THREADS: tl.constexpr,
 ):  # fmt: skip
     """out[row] = epilogue(w[expert] · x[row]); an element's sum is that of one program, or of SPLIT.
 
@@ -308,6 +310,7 @@ def grouped_matmul(
     GATHER: x is by token, that of pair p is p // x_per_row; otherwise it is by entry of `order`.
     SCATTER: out is by pair; otherwise by entry.
     GATED: out has N/2 columns, the activation of gate and up rows.
+    FRAGMENT: RUN of `_columns_in_fragment_order`, 0 for columns in their own order.
     SPLIT > 1: out is float32 [SPLIT, rows, N], each the sum over a part of K; `finish` does the rest.
     """
     tile_m, tile_n = _place(tl.program_id(0), tiles_m, tl.cdiv(N, BN))
@@ -332,7 +335,7 @@ def grouped_matmul(
         acc = scaled_product(
             x + token[:, None] * x_row, x_scale + token[:, None] * x_scale_row, w, scale + expert * scale_expert,
             rows, _scale_rows(rows, first, BLOCK_N), valid, N, K, w_row, w_words, scale_row,
-            ACT, BLOCK_K, BM, BN, BK, SPLIT, EVEN_K,
+            ACT, BLOCK_K, BM, BN, BK, SPLIT, EVEN_K, THREADS,
         )  # fmt: skip
         if x_factors is not None:
             acc *= tl.load(x_factors + token, mask=valid, other=0.0)[None, :]

@@ -27,6 +27,8 @@ DOTS = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: t
 _COLUMNS = 1024
 """Of an output that a program adds up."""
 
+_TRITON = tuple(int(n) for n in triton.__version__.split(".")[:2])
+
 
 @dataclass(frozen=True)
 class Operand:
@@ -191,10 +193,11 @@ def product(
         scale_row=0 if w.scale is None else w.scale.stride(1),
         out_row=parts.stride(-2), out_split=parts.stride(0) if tile.split > 1 else 0,
         FMT=w.fmt, ACT=act, DOT=dot, PARTS=3 if in_parts else 1, WAY=way,
-        FRAGMENT=chip.vendor != "hip" and way in ("pairs", "float32") and not act and w.in_fragment_order(tile),
+        FRAGMENT=fragment_run(chip, dot) if way in ("pairs", "float32") and not act and w.in_fragment_order(tile) else 0,
         BLOCK_N=w.block[0], BLOCK_K=w.block[1], E8M0=w.fmt == "fp8" and w.scale.dtype == torch.uint8,
         GROUPED=tiles is not None, GATHER=gather > 0, SCATTER=scatter, **epilogue.constants(),
         BM=tile.bm, BN=tile.bn, BK=tile.bk, SPLIT=tile.split, EVEN_K=k % tile.bk == 0, WARPS=tile.warps,
+        THREADS=tile.warps * chip.warp,
     )  # fmt: skip
     grid = (tiles_m * -(-n // tile.bn), tile.split)
     launches = [Launch(grouped.grouped_matmul, grid, arguments, tile.warps, tile.stages)]
@@ -219,6 +222,15 @@ def joint(
     for w, tile, own in zip(weights, tiles, parts.split(widths, dim=2)):
         launches += product(chip, x, w, out, replace(tile, split=split), apart=own)
     return out, [*launches, _finishing(parts, out, 1, Epilogue(activation=activation), None, None, False)]
+
+
+def fragment_run(chip: Chip, dot: tl.dtype) -> int:
+    """Pairs of columns side by side that a thread holds of a matrix instruction's operand; 0 where decoded words cannot
+    be put in its order. For `mma.sync` Triton makes them two where it sees joined words; from 3.8 on it does not see
+    through the inline assembly that decodes to bfloat16."""
+    if chip.vendor == "hip":
+        return 0
+    return 1 if chip.name in ("sm_90", "sm_100") or (dot == tl.bfloat16 and _TRITON >= (3, 8)) else 2
 
 
 def _taken(x: Tensor | Activations) -> dict[str, Tensor | int | None]:

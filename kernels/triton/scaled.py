@@ -7,10 +7,20 @@ import triton.language as tl
 
 
 @triton.jit
+def _scales_of_step(x_scale, step, steps, valid, G: tl.constexpr):
+    """[BM] of a step, out of G that are loaded together. Where there are as many as threads, each is loaded once and
+    goes through shared memory; of fewer, every thread would load for itself all those that its sums need."""
+    steps_here = step // G * G + tl.arange(0, G)[None, :]
+    scales = tl.load(x_scale + steps_here, mask=valid[:, None] & (steps_here < steps), other=0.0)
+    return tl.sum(tl.where(steps_here == step, scales, 0.0), axis=1)
+
+
+@triton.jit
 def scaled_product(
     x, x_scale, w, scale, rows, scale_rows, valid, N, K, w_row, w_bytes, scale_row,
     ACT: tl.constexpr, BLOCK_K: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr, EVEN_K: tl.constexpr,
+    THREADS: tl.constexpr,
 ):  # fmt: skip
     """[BN, BM]. x, x_scale: pointers to rows [BM, 1] of activations.Activations, whose rows are whole steps; w, scale:
     to the expert, bytes and scales as they are stored.
@@ -34,9 +44,9 @@ def scaled_product(
         tokens = tl.load(x + (step * X + tl.arange(0, X))[None, :], mask=valid[:, None], other=0)
         if ACT == "fp8":
             own = tl.load(scale + step * BK // BLOCK_K, mask=inside, other=0.0)
-            other = tl.load(x_scale + step, mask=valid[:, None], other=0.0)
+            other = _scales_of_step(x_scale, step, steps, valid, max(1, THREADS // BM))
             part = tl.dot(weight.to(tl.float8e4nv, bitcast=True), tokens.to(tl.float8e4nv, bitcast=True).T)
-            acc += part * (own * other.T)
+            acc += part * (own * other[None, :])
         else:
             group = step * (BK // GROUP) + tl.arange(0, BK // GROUP)
             mask = inside if EVEN_K else inside & (group < tl.cdiv(K, GROUP))[None, :]

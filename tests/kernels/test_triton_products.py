@@ -210,8 +210,8 @@ def test_clamped_swiglu_with_biases():
     _check_moe(case, y.result(), made, activation=clamped64, gate_up_bias=biases[0], down_bias=biases[1])
 
 
-def in_parts(arguments: tuple, activation, biases: tuple, parts: int, in_order: bool) -> torch.Tensor:
-    """moe with the K of both products in parts, or words decoded in natural order, or both; run by a worker."""
+def in_parts(arguments: tuple, activation, biases: tuple, parts: int, run: int) -> torch.Tensor:
+    """moe with the K of both products in parts, and decoded words in an order of their own; run by a worker."""
     import dataclasses
 
     from tutel_pack.kernels.triton import backend, matmul, tiles
@@ -221,23 +221,22 @@ def in_parts(arguments: tuple, activation, biases: tuple, parts: int, in_order: 
     def tile_for(chip, problem):
         return dataclasses.replace(tiles.Tile(problem.bm, **rule[problem.fmt][str(problem.bm)]), split=parts)
 
-    kept = backend.tile_for, matmul.Operand.in_fragment_order
-    backend.tile_for = tile_for
-    if in_order:
-        matmul.Operand.in_fragment_order = lambda self, tile: False
+    kept = backend.tile_for, matmul.fragment_run
+    backend.tile_for, matmul.fragment_run = tile_for, lambda chip, dot: run
     try:
         return backend.moe(*arguments, activation, *biases)
     finally:
-        backend.tile_for, matmul.Operand.in_fragment_order = kept
+        backend.tile_for, matmul.fragment_run = kept
 
 
-def test_parts_of_k_and_the_natural_order():
+def test_parts_of_k_and_orders_of_columns():
+    """The natural one, and those of matrix instructions for Triton from 3.8 on and before."""
     case = MoeCase(3, 2, 3, 288, 160)
     made = case.arguments("nvfp4", torch.bfloat16)
     biases = x_of(3, 320, dtype=torch.bfloat16, seed=7), x_of(3, 288, dtype=torch.bfloat16, seed=8)
     rest = {"activation": clamped64, "gate_up_bias": biases[0], "down_bias": biases[1]}
     function = "tests.kernels.test_triton_products:in_parts"
-    calls = [interpreted.submit(function, made, ACTIVATION, biases, *how) for how in ((2, False), (1, True))]
+    calls = [interpreted.submit(function, made, ACTIVATION, biases, *how) for how in ((2, 1), (1, 0), (1, 2))]
     for y in calls:
         _check_moe(case, y.result(), made, **rest)
 
