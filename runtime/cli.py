@@ -22,7 +22,7 @@ OPTIONS = {
 }  # fmt: skip
 """SamplingParams' fields by the options that set them."""
 DTYPES = ("bfloat16", "float16", "float32")
-ACTS = ("mxfp8", "nvfp4", "fp8")
+ACTS = ("mxfp8", "nvfp4", "fp8", "int8")
 EPILOG = """
 \b
 Exit codes: 0 done, 2 bad input, 3 memory or device lacking, 130 interrupted.
@@ -70,7 +70,7 @@ model_options = _options(
     click.option("--dtype", type=click.Choice(DTYPES), metavar="TYPE", help=f"{', '.join(DTYPES)}.  [{DTYPES[0]}]"),
     click.option("--backend", default="auto", metavar="NAME", help="Kernels to run with.  [auto]"),
     click.option(
-        "--act", type=click.Choice(ACTS), metavar="FMT", help=f"Quantize experts' activations: {', '.join(ACTS)}.  [no]"
+        "--act", type=click.Choice(ACTS), metavar="FMT", help=f"Quantize experts' activations: {', '.join(ACTS)} (CPU).  [no]"
     ),
     click.option(
         "--threads", type=click.IntRange(min=1), metavar="N", help="Of the CPU.  [OMP_NUM_THREADS, or all it may run on]"

@@ -439,6 +439,7 @@ constexpr Tiles TILES = {vector_bytes, pack_tiles, products_of_any, attend_by_am
 
 }  // namespace
 
-const Isa amx_isa = {"amx", packed_bytes, pack, dots_of_any, activate, add_scaled, store, load, read, attend, &TILES};
+const Isa amx_isa = {"amx", packed_bytes, pack, dots_of_any, activate, add_scaled, store, load, read, attend, &TILES,
+                     &avx512_int8};
 
 }  // namespace tp

@@ -104,7 +104,7 @@ using namespace tp;
 
 extern "C" {
 
-int32_t tp_interface() { return 5; }
+int32_t tp_interface() { return 6; }
 
 int32_t tp_select(const char* name) {
   const Available& all = available();

@@ -148,7 +148,11 @@ struct Bf16 : Group {
 };
 
 }  // namespace
+}  // namespace tp
 
+#include "avx2_int8.h"
+
+namespace tp {
 #include "float_vectors.h"
 
 const Isa avx2_isa = make_isa("avx2");

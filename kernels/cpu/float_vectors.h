@@ -1,5 +1,5 @@
 // The functions of an Isa whose packed vectors are float32, included inside its namespace behind its formats: Nibbles (with
-// tables E2M1 and INT4), Fp8 and Bf16.
+// tables E2M1 and INT4), Fp8 and Bf16, and Codes of int8.h.
 namespace {
 
 // Calls call(F{}) for the format F of a weight.
@@ -37,7 +37,8 @@ void dots_of_any(const Matrix& w, int64_t first, int64_t last, const void* const
 }
 
 constexpr Isa make_isa(const char* name) {
-  return {name, packed_bytes, pack, dots_of_any, activate, add_scaled, store, load, read, attend, nullptr};
+  return {name, packed_bytes, pack, dots_of_any, activate, add_scaled, store, load, read, attend, nullptr,
+          &Int8Of<Codes>::functions};
 }
 
 }  // namespace

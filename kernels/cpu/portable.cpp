@@ -1,6 +1,5 @@
 // Plain C++, for any processor: what the other instruction sets are measured against.
-#include "dots.h"
-#include "elementwise.h"
+#include "int8.h"
 
 namespace tp {
 namespace {
@@ -96,6 +95,46 @@ struct Bf16 : Group<32>, Bytes<64> {
     for (int i = 0; i < 32; i++) e.value[i] = bf16(static_cast<uint16_t>(raw.byte[2 * i] | raw.byte[2 * i + 1] << 8));
     return e;
   }
+};
+
+// Vectors in int8, see int8.h.
+template <class TABLE, int SPAN>
+struct Codes : Bytes<16> {
+  static constexpr int LANES = 4;
+  using X = Int8Group<LANES>;
+  using Raw = Bytes<16>;
+  using Scale = const float*;
+  using Item = float;
+  static constexpr int group = 8 * LANES, items = 1, bytes = 16, together = 1, span = SPAN, many = 0;
+  struct Elements {
+    uint8_t even[16], odd[16];
+  };
+  struct Sum {
+    float lane[LANES];
+  };
+
+  static Elements decode(const Raw& raw) {
+    Elements e;
+    for (int i = 0; i < 16; i++) {
+      e.even[i] = LIFTED<TABLE>.value[raw.byte[i] & 15];
+      e.odd[i] = LIFTED<TABLE>.value[raw.byte[i] >> 4];
+    }
+    return e;
+  }
+
+  static void read(const Matrix& w, int64_t grid_row, Item* out) { read_scales(w, grid_row, SPAN, out); }
+  static Scale scale(const Item* scales) { return scales; }
+
+  static Sum add(Sum sum, const Elements& e, const X* x, Scale scale) {
+    for (int i = 0; i < LANES; i++) {
+      int32_t whole = x->start[i];
+      for (int j = 4 * i; j < 4 * i + 4; j++) whole += e.even[j] * x->code[0][j] + e.odd[j] * x->code[1][j];
+      sum.lane[i] += static_cast<float>(whole) * (scale[8 * i / SPAN] * x->scale[i]);
+    }
+    return sum;
+  }
+
+  static float reduce(const Sum& sum) { return (sum.lane[0] + sum.lane[1]) + (sum.lane[2] + sum.lane[3]); }
 };
 
 }  // namespace

@@ -27,7 +27,7 @@ bool fits_bf16(const float* x, int64_t n) {
 }  // namespace
 
 bool tiles_pay(const tp_weight& w, int64_t vectors) {
-  return isa().tiles && vectors >= (w.format == TP_BF16 ? 6 : 4);
+  return isa().tiles && w.act == TP_AS_IT_IS && vectors >= (w.format == TP_BF16 ? 6 : 4);
 }
 
 bool tiles_are_right(const tp_weight& w, const void* x, int32_t dtype, int64_t n) {
@@ -39,12 +39,14 @@ bool tiles_are_right(const tp_weight& w, const void* x, int32_t dtype, int64_t n
 Packed::Packed(const tp_weight& w, int64_t n, bool tiles, Slot slot)
     : w_(w),
       tiles_(tiles),
-      bytes_(tiles ? isa().tiles->vector_bytes(w) : isa().packed_bytes(w)),
+      int8_(w.act == TP_INT8),
+      bytes_((tiles ? isa().tiles->vector_bytes : int8_ ? isa().int8->packed_bytes : isa().packed_bytes)(w)),
       data_(static_cast<char*>(scratch(slot, n * bytes_))) {}
 
 void Packed::products(const Matrix& m, int64_t first, int64_t last, const int64_t* which, int64_t start, int64_t count,
                       float* out, int64_t stride) const {
   if (tiles_) return isa().tiles->products(m, first, last, place(start), count, out, stride);
+  if (int8_) return isa().int8->products(m, first, last, {place(which ? 0 : start), bytes_, which}, count, out, stride);
   for (int64_t done = 0; done < count; done += MAX_BATCH) {
     const int n = static_cast<int>(std::min(MAX_BATCH, count - done));
     const void* xs[MAX_BATCH];

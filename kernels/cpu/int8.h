@@ -1,0 +1,225 @@
+// Products of FP4 and INT4 weights with vectors in int8: blocks of 32 columns under one float32 scale, the largest
+// magnitude / 127, to which values are rounded, ties to even. What is not finite makes its block NaN.
+//
+// Sums of a block are whole numbers, so that only float32's sums of blocks depend on the order of columns. An instruction
+// set has formats Codes<TABLE, SPAN>, as dots.h describes them, whose packed vectors are Int8Groups.
+#pragma once
+#include "dots.h"
+#include "elementwise.h"
+
+namespace tp {
+namespace {
+
+constexpr int64_t INT8_BLOCK = 32;
+constexpr int LIFT = 16;  // elements, doubled, are whole numbers; with this they have no sign
+
+struct E2m1Codes {
+  static constexpr int doubled[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
+};
+struct Int4Codes {
+  static constexpr int doubled[16] = {0, 2, 4, 6, 8, 10, 12, 14, -16, -14, -12, -10, -8, -6, -4, -2};
+};
+
+// Elements by their codes, four times the same: some look-ups take six bits.
+template <class TABLE>
+struct Lifted {
+  alignas(64) uint8_t value[64];
+
+  constexpr Lifted() : value() {
+    for (int i = 0; i < 64; i++) value[i] = static_cast<uint8_t>(TABLE::doubled[i % 16] + LIFT);
+  }
+};
+template <class TABLE>
+constexpr Lifted<TABLE> LIFTED;
+
+// 8 · LANES columns. Those of lane i are 8 · i … 8 · i + 7: even ones at code[0][4 · i], odd ones at code[1][4 · i].
+template <int LANES>
+struct alignas(4 * LANES) Int8Group {
+  int8_t code[2][4 * LANES];
+  int32_t start[LANES];  // −LIFT times the sum of a lane's codes, so that what LIFT adds is gone before sums are rounded
+  float scale[LANES];    // of doubled elements
+};
+
+// Codes of a block; its scale.
+inline float quantize(const float* x, int32_t* code) {
+  constexpr float SMALLEST = 1.17549435e-38f, ROUNDER = 12582912.0f;  // 1.5 · 2^23: a sum's low bits are a whole number
+  uint32_t largest = 0;
+  for (int i = 0; i < INT8_BLOCK; i++) {
+    const uint32_t size = as_bits(x[i]) & 0x7fffffffu;
+    largest = size > largest ? size : largest;
+  }
+  const bool finite = largest < 0x7f800000u;
+  const float wanted = as_float(largest) / 127.0f, scale = wanted > SMALLEST ? wanted : SMALLEST;
+  for (int i = 0; i < INT8_BLOCK; i++) {
+    code[i] = finite ? static_cast<int32_t>(as_bits(x[i] / scale + ROUNDER) - as_bits(ROUNDER)) : 0;
+  }
+  return finite ? scale : __builtin_nanf("");
+}
+
+// The block of columns that begins with a lane.
+template <int LANES>
+void pack_block(const float* x, int lane, Int8Group<LANES>& out) {
+  int32_t code[INT8_BLOCK];
+  const float scale = quantize(x, code);
+  for (int i = 0; i < INT8_BLOCK; i++) out.code[i % 2][4 * lane + i / 2] = static_cast<int8_t>(code[i]);
+  for (int i = 0; i < INT8_BLOCK; i += 8, lane++) {
+    int32_t sum = 0;
+    for (int j = i; j < i + 8; j++) sum += code[j];
+    out.start[lane] = -LIFT * sum;
+    out.scale[lane] = 0.5f * scale;
+  }
+}
+
+inline const void* at(const Vectors& xs, int64_t i) { return xs.data + (xs.which ? xs.which[i] : i) * xs.bytes; }
+
+template <int LANES>
+int32_t start_of(const int32_t* lanes) {
+  int32_t sum = 0;
+  for (int i = 0; i < LANES; i++) sum += lanes[i];
+  return sum;
+}
+
+// LANES rows side by side, decoded once for many vectors: lane r of a sum is row r, and each lane of a vector meets
+// elements of all rows. A format says how:
+//
+//   F::transpose   raw bytes of LANES rows -> those of the rows' first eight columns, of their next eight, …
+//   F::whole, dot  a sum that starts with a number, and with 16 columns of a vector from a lane on
+//   F::add_rows    sum + whole × scales of the rows × scale of the vector
+//   F::scaled      a sum's rows times their factors, to memory
+template <class F>
+class Band {
+ public:
+  using X = typename F::X;
+  static constexpr int ROWS = F::LANES;
+
+  explicit Band(const Matrix& w)
+      : w_(w),
+        groups_(groups<F>(*w.w)),
+        elements_(static_cast<typename F::Elements*>(scratch(SLOT_TILE, groups_ * F::LANES * sizeof(typename F::Elements)))),
+        scales_(static_cast<float*>(scratch(SLOT_SUMS, groups_ * SCALES<F> * ROWS * sizeof(float)))) {}
+
+  // Rows from `row` on; the last one of `rows` stands for those that are not there.
+  void decode(int64_t row, int64_t rows) {
+    const uint8_t* data[ROWS];
+    float* scales = static_cast<float*>(scratch(SLOT_SCALES, groups_ * SCALES<F> * sizeof(float)));
+    for (int64_t i = w_.w->grid_columns; i < groups_ * SCALES<F>; i++) scales[i] = 0;
+    for (int r = 0; r < ROWS; r++) {
+      const int64_t here = row + (r < rows ? r : rows - 1);
+      const Matrix::Place place = w_.place(here);
+      data[r] = w_.data + here * w_.w->row_bytes;
+      factors_[r] = place.global;
+      read_scales(w_, place.grid_row, F::span, scales);
+      for (int64_t i = 0; i < groups_ * SCALES<F>; i++) scales_[i * ROWS + r] = scales[i];
+    }
+    const int64_t size = ceil_div(w_.w->k, 2);
+    for (int64_t g = 0; g < groups_; g++) {
+      typename F::Raw raw[ROWS];
+      const int64_t left = size - g * F::bytes;
+      for (int r = 0; r < ROWS; r++) {
+        const uint8_t* p = data[r] + g * F::bytes;
+        raw[r] = left > F::bytes ? F::load(p) : F::load_part(p, left);
+      }
+      F::transpose(raw);
+      for (int i = 0; i < F::LANES; i++) elements_[g * F::LANES + i] = F::decode(raw[i]);
+    }
+  }
+
+  // out[v · stride + r] of V … vectors.
+  template <int... V>
+  void multiply(std::integer_sequence<int, V...>, const Vectors& xs, int64_t first, float* out, int64_t stride) const {
+    const X* const x[] = {static_cast<const X*>(at(xs, first + V))...};
+    typename F::Sum sum[sizeof...(V)] = {};
+    for (int64_t g = 0; g < groups_; g++) {
+#pragma GCC unroll 8
+      for (int s = 0; s < SCALES<F>; s++) {
+        constexpr int lanes = F::span / 8;
+        typename F::Whole whole[] = {F::whole(start_of<lanes>(x[V][g].start + s * lanes))...};
+#pragma GCC unroll 2
+        for (int lane = s * lanes; lane < (s + 1) * lanes; lane += 2) {
+          ((whole[V] = F::dot(whole[V], elements_ + g * F::LANES + lane, x[V] + g, lane)), ...);
+        }
+        const float* scales = scales_ + (g * SCALES<F> + s) * ROWS;
+        ((sum[V] = F::add_rows(sum[V], whole[V], scales, x[V][g].scale[s * lanes])), ...);
+      }
+    }
+    (F::scaled(sum[V], factors_, out + V * stride), ...);
+  }
+
+ private:
+  const Matrix& w_;
+  const int64_t groups_;
+  typename F::Elements* const elements_;  // [lane of all groups]
+  float* const scales_;                   // [scale of a row][row]
+  float factors_[ROWS];
+};
+
+// As dots, of many vectors.
+template <class F>
+void dots_by_bands(const Matrix& w, int64_t first, int64_t last, const Vectors& xs, int64_t count, float* out,
+                   int64_t stride) {
+  constexpr int ROWS = Band<F>::ROWS;
+  Band<F> band(w);
+  for (int64_t row = first; row < last; row += ROWS) {
+    const int64_t rows = last - row < ROWS ? last - row : ROWS;
+    float some[F::at_once * ROWS];  // of a band that is cut short
+    band.decode(row, rows);
+    for (int64_t v = 0; v < count; v += F::at_once) {
+      const int64_t n = count - v < F::at_once ? count - v : F::at_once;
+      float* to = rows == ROWS ? out + v * stride + row - first : some;
+      const int64_t apart = rows == ROWS ? stride : ROWS;
+      if (n == F::at_once) band.multiply(std::make_integer_sequence<int, F::at_once>(), xs, v, to, apart);
+      for (int64_t i = 0; n < F::at_once && i < n; i++) {
+        band.multiply(std::make_integer_sequence<int, 1>(), xs, v + i, to + i * apart, apart);
+      }
+      for (int64_t i = 0; to == some && i < n; i++) std::memcpy(out + (v + i) * stride + row - first, some + i * ROWS, rows * sizeof(float));
+    }
+  }
+}
+
+// The functions of Int8 for the formats of an instruction set.
+template <template <class, int> class Codes>
+struct Int8Of {
+  template <class Call>
+  static auto with_codes(const tp_weight& w, Call&& call) {
+    if (w.format == TP_INT4) return call(Codes<Int4Codes, 32>{});
+    return w.block_columns == 16 ? call(Codes<E2m1Codes, 16>{}) : call(Codes<E2m1Codes, 32>{});
+  }
+
+  static int64_t packed_bytes(const tp_weight& w) {
+    using F = Codes<E2m1Codes, 32>;
+    return groups<F>(w) * int64_t{sizeof(typename F::X)};
+  }
+
+  static void pack(const tp_weight& w, const void* x, int32_t from, void* out) {
+    using F = Codes<E2m1Codes, 32>;
+    const int64_t size = groups<F>(w) * F::group;
+    float* plain = static_cast<float*>(scratch(SLOT_PLAIN, size * sizeof(float)));
+    load(x, from, plain, w.k);
+    for (int64_t i = w.k; i < size; i++) plain[i] = 0;
+    typename F::X* packed = static_cast<typename F::X*>(out);
+    for (int64_t i = 0; i < size; i += INT8_BLOCK) {
+      pack_block(plain + i, static_cast<int>(i % F::group / 8), packed[i / F::group]);
+    }
+  }
+
+  static void products(const Matrix& w, int64_t first, int64_t last, Vectors xs, int64_t count, float* out,
+                       int64_t stride) {
+    with_codes(*w.w, [&](auto f) {
+      using F = decltype(f);
+      if constexpr (F::many > 0) {
+        if (count >= F::many) return dots_by_bands<F>(w, first, last, xs, count, out, stride);
+      }
+      for (int64_t v = 0; v < count; v += MAX_BATCH) {
+        const void* some[MAX_BATCH];
+        const int64_t n = count - v < MAX_BATCH ? count - v : MAX_BATCH;
+        for (int64_t i = 0; i < n; i++) some[i] = at(xs, v + i);
+        dots_of<F>(w, first, last, some, static_cast<int>(n), out + v * stride, stride);
+      }
+    });
+  }
+
+  static constexpr Int8 functions = {packed_bytes, pack, products};
+};
+
+}  // namespace
+}  // namespace tp
