@@ -14,7 +14,7 @@ struct Codes {
   using Raw = __m256i;
   using Sum = __m256;
   using Item = float;
-  static constexpr int LANES = 8, group = 64, items = 1, bytes = 32, together = 4, span = SPAN, many = 8, at_once = 4;
+  static constexpr int LANES = 8, group = 64, items = 1, bytes = 32, together = 4, span = SPAN, at_once = 4;
   struct Elements {
     __m256i even, odd;
   };
@@ -98,6 +98,8 @@ struct Codes {
     _mm256_storeu_ps(out, _mm256_mul_ps(sum, _mm256_loadu_ps(factors)));
   }
 };
+
+using Coded = Int8Of<Codes>;
 
 }  // namespace
 }  // namespace tp

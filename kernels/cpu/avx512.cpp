@@ -2,7 +2,7 @@
 
 namespace tp {
 
-const Int8 avx512_int8 = Int8Of<Codes>::functions;
+const Int8 avx512_int8 = {Coded::packed_bytes, Coded::pack, Coded::dots, Coded::products};
 const Isa avx512_isa = {"avx512", packed_bytes, pack, dots_of_any, activate, add_scaled, store, load, read, attend, nullptr,
                         &avx512_int8};
 

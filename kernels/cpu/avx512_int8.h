@@ -13,7 +13,7 @@ struct Codes : Nibbles<E2m1Table, SPAN> {  // whose scales are read so, whatever
   using Raw = __m512i;
   using Group<4>::load;
   using Group<4>::load_part;
-  static constexpr int LANES = 16, items = 1, many = 8, at_once = 4;
+  static constexpr int LANES = 16, items = 1, at_once = 8;
   struct Elements {
     __m512i even, odd;
   };
@@ -56,6 +56,8 @@ struct Codes : Nibbles<E2m1Table, SPAN> {  // whose scales are read so, whatever
     _mm512_storeu_ps(out, _mm512_mul_ps(sum, _mm512_loadu_ps(factors)));
   }
 };
+
+using Coded = Int8Of<Codes>;
 
 }  // namespace
 }  // namespace tp

@@ -1,5 +1,5 @@
 // The functions of an Isa whose packed vectors are float32, included inside its namespace behind its formats: Nibbles (with
-// tables E2M1 and INT4), Fp8 and Bf16, and Codes of int8.h.
+// tables E2M1 and INT4), Fp8 and Bf16.
 namespace {
 
 // Calls call(F{}) for the format F of a weight.
@@ -36,9 +36,9 @@ void dots_of_any(const Matrix& w, int64_t first, int64_t last, const void* const
   with_format(*w.w, [&](auto f) { dots_of<decltype(f)>(w, first, last, xs, vectors, out, stride); });
 }
 
-constexpr Isa make_isa(const char* name) {
+constexpr Isa make_isa(const char* name, const Int8* int8) {
   return {name, packed_bytes, pack, dots_of_any, activate, add_scaled, store, load, read, attend, nullptr,
-          &Int8Of<Codes>::functions};
+          int8};
 }
 
 }  // namespace

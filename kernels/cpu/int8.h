@@ -70,7 +70,13 @@ void pack_block(const float* x, int lane, Int8Group<LANES>& out) {
   }
 }
 
-inline const void* at(const Vectors& xs, int64_t i) { return xs.data + (xs.which ? xs.which[i] : i) * xs.bytes; }
+// x as float32, with zeros up to a multiple of `columns`; how many that makes.
+inline int64_t load_blocks(const tp_weight& w, const void* x, int32_t from, int64_t columns, float* out) {
+  const int64_t size = ceil_div(w.k, columns) * columns;
+  load(x, from, out, w.k);
+  for (int64_t i = w.k; i < size; i++) out[i] = 0;
+  return size;
+}
 
 template <int LANES>
 int32_t start_of(const int32_t* lanes) {
@@ -127,7 +133,7 @@ class Band {
   // out[v · stride + r] of V … vectors.
   template <int... V>
   void multiply(std::integer_sequence<int, V...>, const Vectors& xs, int64_t first, float* out, int64_t stride) const {
-    const X* const x[] = {static_cast<const X*>(at(xs, first + V))...};
+    const X* const x[] = {vector(xs, first + V)...};
     typename F::Sum sum[sizeof...(V)] = {};
     for (int64_t g = 0; g < groups_; g++) {
 #pragma GCC unroll 8
@@ -146,6 +152,10 @@ class Band {
   }
 
  private:
+  static const X* vector(const Vectors& xs, int64_t i) {
+    return reinterpret_cast<const X*>(xs.data + (xs.which ? xs.which[i] : i) * xs.bytes);
+  }
+
   const Matrix& w_;
   const int64_t groups_;
   typename F::Elements* const elements_;  // [lane of all groups]
@@ -153,30 +163,37 @@ class Band {
   float factors_[ROWS];
 };
 
+// Products of a band with up to F::at_once vectors from `first` on.
+template <class F, int... N>
+void multiply(const Band<F>& band, std::integer_sequence<int, N...>, const Vectors& xs, int64_t first, int64_t count,
+              float* out, int64_t stride) {
+  ((count == N + 1 ? band.multiply(std::make_integer_sequence<int, N + 1>(), xs, first, out, stride) : void()), ...);
+}
+
 // As dots, of many vectors.
 template <class F>
 void dots_by_bands(const Matrix& w, int64_t first, int64_t last, const Vectors& xs, int64_t count, float* out,
                    int64_t stride) {
-  constexpr int ROWS = Band<F>::ROWS;
+  constexpr int64_t ROWS = Band<F>::ROWS, ONCE = F::at_once;
   Band<F> band(w);
   for (int64_t row = first; row < last; row += ROWS) {
     const int64_t rows = last - row < ROWS ? last - row : ROWS;
-    float some[F::at_once * ROWS];  // of a band that is cut short
     band.decode(row, rows);
-    for (int64_t v = 0; v < count; v += F::at_once) {
-      const int64_t n = count - v < F::at_once ? count - v : F::at_once;
-      float* to = rows == ROWS ? out + v * stride + row - first : some;
-      const int64_t apart = rows == ROWS ? stride : ROWS;
-      if (n == F::at_once) band.multiply(std::make_integer_sequence<int, F::at_once>(), xs, v, to, apart);
-      for (int64_t i = 0; n < F::at_once && i < n; i++) {
-        band.multiply(std::make_integer_sequence<int, 1>(), xs, v + i, to + i * apart, apart);
+    for (int64_t v = 0; v < count; v += ONCE) {
+      const int64_t n = count - v < ONCE ? count - v : ONCE;
+      float* to = out + v * stride + row - first;
+      if (rows == ROWS) {
+        multiply(band, std::make_integer_sequence<int, ONCE>(), xs, v, n, to, stride);
+        continue;
       }
-      for (int64_t i = 0; to == some && i < n; i++) std::memcpy(out + (v + i) * stride + row - first, some + i * ROWS, rows * sizeof(float));
+      float whole[ONCE * ROWS];
+      multiply(band, std::make_integer_sequence<int, ONCE>(), xs, v, n, whole, ROWS);
+      for (int64_t i = 0; i < n; i++) std::memcpy(to + i * stride, whole + i * ROWS, rows * sizeof(float));
     }
   }
 }
 
-// The functions of Int8 for the formats of an instruction set.
+// The functions of Int8 by the formats of an instruction set.
 template <template <class, int> class Codes>
 struct Int8Of {
   template <class Call>
@@ -192,33 +209,23 @@ struct Int8Of {
 
   static void pack(const tp_weight& w, const void* x, int32_t from, void* out) {
     using F = Codes<E2m1Codes, 32>;
-    const int64_t size = groups<F>(w) * F::group;
-    float* plain = static_cast<float*>(scratch(SLOT_PLAIN, size * sizeof(float)));
-    load(x, from, plain, w.k);
-    for (int64_t i = w.k; i < size; i++) plain[i] = 0;
+    float* plain = static_cast<float*>(scratch(SLOT_PLAIN, groups<F>(w) * F::group * sizeof(float)));
+    const int64_t size = load_blocks(w, x, from, F::group, plain);
     typename F::X* packed = static_cast<typename F::X*>(out);
     for (int64_t i = 0; i < size; i += INT8_BLOCK) {
       pack_block(plain + i, static_cast<int>(i % F::group / 8), packed[i / F::group]);
     }
   }
 
-  static void products(const Matrix& w, int64_t first, int64_t last, Vectors xs, int64_t count, float* out,
-                       int64_t stride) {
-    with_codes(*w.w, [&](auto f) {
-      using F = decltype(f);
-      if constexpr (F::many > 0) {
-        if (count >= F::many) return dots_by_bands<F>(w, first, last, xs, count, out, stride);
-      }
-      for (int64_t v = 0; v < count; v += MAX_BATCH) {
-        const void* some[MAX_BATCH];
-        const int64_t n = count - v < MAX_BATCH ? count - v : MAX_BATCH;
-        for (int64_t i = 0; i < n; i++) some[i] = at(xs, v + i);
-        dots_of<F>(w, first, last, some, static_cast<int>(n), out + v * stride, stride);
-      }
-    });
+  static void dots(const Matrix& w, int64_t first, int64_t last, const void* const* xs, int vectors, float* out,
+                   int64_t stride) {
+    with_codes(*w.w, [&](auto f) { dots_of<decltype(f)>(w, first, last, xs, vectors, out, stride); });
   }
 
-  static constexpr Int8 functions = {packed_bytes, pack, products};
+  static void products(const Matrix& w, int64_t first, int64_t last, const Vectors& xs, int64_t count, float* out,
+                       int64_t stride) {
+    with_codes(*w.w, [&](auto f) { dots_by_bands<decltype(f)>(w, first, last, xs, count, out, stride); });
+  }
 };
 
 }  // namespace

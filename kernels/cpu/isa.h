@@ -41,11 +41,16 @@ struct Vectors {
   const int64_t* which;
 };
 
-// What is done with vectors that a weight takes in int8, see int8.h. `products` as dots, with any number of them.
+// The same as Isa's functions for vectors that a weight takes in int8, see int8.h.
 struct Int8 {
   int64_t (*packed_bytes)(const tp_weight& w);
   void (*pack)(const tp_weight& w, const void* x, int32_t from, void* out);
-  void (*products)(const Matrix& w, int64_t first, int64_t last, Vectors xs, int64_t count, float* out, int64_t stride);
+  void (*dots)(const Matrix& w, int64_t first, int64_t last, const void* const* xs, int vectors, float* out,
+               int64_t stride);
+
+  // As dots, of any number of vectors, for which a weight is decoded once; null where there is no such way.
+  void (*products)(const Matrix& w, int64_t first, int64_t last, const Vectors& xs, int64_t count, float* out,
+                   int64_t stride);
 };
 
 constexpr int64_t ATTEND = 32, ATTEND_WIDTH = 576, ATTEND_QUERIES = 32;  // rows, values and queries at most

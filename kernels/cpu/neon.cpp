@@ -159,7 +159,7 @@ struct Bf16 : Group, Bytes<64> {
 template <class TABLE, int SPAN>
 struct Codes : Nibbles<E2M1, SPAN> {  // whose scales are read so, whatever their elements
   using X = Int8Group<4>;
-  static constexpr int items = 1, many = 0;
+  static constexpr int items = 1;
   struct Elements {
     int8x16_t even, odd;
   };
@@ -185,10 +185,13 @@ struct Codes : Nibbles<E2M1, SPAN> {  // whose scales are read so, whatever thei
   }
 };
 
+using Coded = Int8Of<Codes>;
+
 }  // namespace
 
 #include "float_vectors.h"
 
-const Isa neon_isa = make_isa("neon");
+constexpr Int8 INT8_FUNCTIONS = {Coded::packed_bytes, Coded::pack, Coded::dots, nullptr};
+const Isa neon_isa = make_isa("neon", &INT8_FUNCTIONS);
 
 }  // namespace tp

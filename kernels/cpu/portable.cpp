@@ -97,50 +97,29 @@ struct Bf16 : Group<32>, Bytes<64> {
   }
 };
 
-// Vectors in int8, see int8.h.
-template <class TABLE, int SPAN>
-struct Codes : Bytes<16> {
-  static constexpr int LANES = 4;
-  using X = Int8Group<LANES>;
-  using Raw = Bytes<16>;
-  using Scale = const float*;
-  using Item = float;
-  static constexpr int group = 8 * LANES, items = 1, bytes = 16, together = 1, span = SPAN, many = 0;
-  struct Elements {
-    uint8_t even[16], odd[16];
-  };
-  struct Sum {
-    float lane[LANES];
-  };
-
-  static Elements decode(const Raw& raw) {
-    Elements e;
-    for (int i = 0; i < 16; i++) {
-      e.even[i] = LIFTED<TABLE>.value[raw.byte[i] & 15];
-      e.odd[i] = LIFTED<TABLE>.value[raw.byte[i] >> 4];
-    }
-    return e;
-  }
-
-  static void read(const Matrix& w, int64_t grid_row, Item* out) { read_scales(w, grid_row, SPAN, out); }
-  static Scale scale(const Item* scales) { return scales; }
-
-  static Sum add(Sum sum, const Elements& e, const X* x, Scale scale) {
-    for (int i = 0; i < LANES; i++) {
-      int32_t whole = x->start[i];
-      for (int j = 4 * i; j < 4 * i + 4; j++) whole += e.even[j] * x->code[0][j] + e.odd[j] * x->code[1][j];
-      sum.lane[i] += static_cast<float>(whole) * (scale[8 * i / SPAN] * x->scale[i]);
-    }
-    return sum;
-  }
-
-  static float reduce(const Sum& sum) { return (sum.lane[0] + sum.lane[1]) + (sum.lane[2] + sum.lane[3]); }
-};
-
 }  // namespace
 
 #include "float_vectors.h"
 
-const Isa portable_isa = make_isa("portable");
+namespace {
+
+// Vectors in int8 are rounded as such, and multiplied as the numbers that they then are: no compiler makes of bytes what
+// is as fast.
+void pack_rounded(const tp_weight& w, const void* x, int32_t from, void* out) {
+  float* rounded = static_cast<float*>(scratch(SLOT_TILE, ceil_div(w.k, INT8_BLOCK) * INT8_BLOCK * sizeof(float)));
+  load_blocks(w, x, from, INT8_BLOCK, rounded);
+  for (int64_t i = 0; i < w.k; i += INT8_BLOCK) {
+    int32_t code[INT8_BLOCK];
+    const float scale = quantize(rounded + i, code);
+    for (int j = 0; j < INT8_BLOCK; j++) rounded[i + j] = static_cast<float>(code[j]) * scale;
+  }
+  pack(w, rounded, TP_FLOAT, out);
+}
+
+constexpr Int8 INT8_FUNCTIONS = {packed_bytes, pack_rounded, dots_of_any, nullptr};
+
+}  // namespace
+
+const Isa portable_isa = make_isa("portable", &INT8_FUNCTIONS);
 
 }  // namespace tp

@@ -36,6 +36,8 @@ bool tiles_are_right(const tp_weight& w, const void* x, int32_t dtype, int64_t n
   return exact && fits_bf16(static_cast<const float*>(x), n);
 }
 
+constexpr int64_t MANY = 6;  // vectors in int8 that a weight is decoded once for
+
 Packed::Packed(const tp_weight& w, int64_t n, bool tiles, Slot slot)
     : w_(w),
       tiles_(tiles),
@@ -46,12 +48,15 @@ Packed::Packed(const tp_weight& w, int64_t n, bool tiles, Slot slot)
 void Packed::products(const Matrix& m, int64_t first, int64_t last, const int64_t* which, int64_t start, int64_t count,
                       float* out, int64_t stride) const {
   if (tiles_) return isa().tiles->products(m, first, last, place(start), count, out, stride);
-  if (int8_) return isa().int8->products(m, first, last, {place(which ? 0 : start), bytes_, which}, count, out, stride);
+  const auto dots = int8_ ? isa().int8->dots : isa().dots;
+  if (int8_ && isa().int8->products && count >= MANY) {
+    return isa().int8->products(m, first, last, {place(which ? 0 : start), bytes_, which}, count, out, stride);
+  }
   for (int64_t done = 0; done < count; done += MAX_BATCH) {
     const int n = static_cast<int>(std::min(MAX_BATCH, count - done));
     const void* xs[MAX_BATCH];
     for (int v = 0; v < n; v++) xs[v] = place(which ? which[done + v] : start + done + v);
-    isa().dots(m, first, last, xs, n, out + done * stride, stride);
+    dots(m, first, last, xs, n, out + done * stride, stride);
   }
 }
 
