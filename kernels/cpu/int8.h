@@ -36,8 +36,9 @@ constexpr Lifted<TABLE> LIFTED;
 template <int LANES>
 struct alignas(4 * LANES) Int8Group {
   int8_t code[2][4 * LANES];
-  int32_t start[LANES];  // −LIFT times the sum of a lane's codes, so that what LIFT adds is gone before sums are rounded
-  float scale[LANES];    // of doubled elements
+  int32_t start[LANES];      // −LIFT times the sum of a lane's codes: what LIFT adds is gone before sums are rounded
+  float scale[LANES];        // of doubled elements
+  int32_t total[LANES / 2];  // the starts of all columns under a scale of the weight, added up
 };
 
 // Codes of a block; its scale.
@@ -56,17 +57,19 @@ inline float quantize(const float* x, int32_t* code) {
   return finite ? scale : __builtin_nanf("");
 }
 
-// The block of columns that begins with a lane.
+// The block of columns that begins with a lane; span: columns under a scale of the weight.
 template <int LANES>
-void pack_block(const float* x, int lane, Int8Group<LANES>& out) {
+void pack_block(const float* x, int lane, int span, Int8Group<LANES>& out) {
   int32_t code[INT8_BLOCK];
   const float scale = quantize(x, code);
   for (int i = 0; i < INT8_BLOCK; i++) out.code[i % 2][4 * lane + i / 2] = static_cast<int8_t>(code[i]);
+  for (int i = 0; i < INT8_BLOCK; i += span) out.total[(8 * lane + i) / span] = 0;
   for (int i = 0; i < INT8_BLOCK; i += 8, lane++) {
-    int32_t sum = 0;
-    for (int j = i; j < i + 8; j++) sum += code[j];
-    out.start[lane] = -LIFT * sum;
+    int32_t start = 0;
+    for (int j = i; j < i + 8; j++) start -= LIFT * code[j];
+    out.start[lane] = start;
     out.scale[lane] = 0.5f * scale;
+    out.total[8 * lane / span] += start;
   }
 }
 
@@ -76,13 +79,6 @@ inline int64_t load_blocks(const tp_weight& w, const void* x, int32_t from, int6
   load(x, from, out, w.k);
   for (int64_t i = w.k; i < size; i++) out[i] = 0;
   return size;
-}
-
-template <int LANES>
-int32_t start_of(const int32_t* lanes) {
-  int32_t sum = 0;
-  for (int i = 0; i < LANES; i++) sum += lanes[i];
-  return sum;
 }
 
 // LANES rows side by side, decoded once for many vectors: lane r of a sum is row r, and each lane of a vector meets
@@ -101,33 +97,28 @@ class Band {
   explicit Band(const Matrix& w)
       : w_(w),
         groups_(groups<F>(*w.w)),
-        elements_(static_cast<typename F::Elements*>(scratch(SLOT_TILE, groups_ * F::LANES * sizeof(typename F::Elements)))),
-        scales_(static_cast<float*>(scratch(SLOT_SUMS, groups_ * SCALES<F> * ROWS * sizeof(float)))) {}
+        scales_of_row_(ceil_div(groups_ * SCALES<F>, ROWS) * ROWS),
+        elements_(static_cast<typename F::Elements*>(scratch(SLOT_TILE, groups_ * ROWS * sizeof(typename F::Elements)))),
+        row_scales_(static_cast<float*>(scratch(SLOT_SCALES, ROWS * scales_of_row_ * sizeof(float)))),
+        scales_(static_cast<float*>(scratch(SLOT_SUMS, ROWS * scales_of_row_ * sizeof(float)))) {
+    std::memset(row_scales_, 0, ROWS * scales_of_row_ * sizeof(float));
+  }
 
   // Rows from `row` on; the last one of `rows` stands for those that are not there.
   void decode(int64_t row, int64_t rows) {
-    const uint8_t* data[ROWS];
-    float* scales = static_cast<float*>(scratch(SLOT_SCALES, groups_ * SCALES<F> * sizeof(float)));
-    for (int64_t i = w_.w->grid_columns; i < groups_ * SCALES<F>; i++) scales[i] = 0;
+    const uint8_t *codes[ROWS], *scales[ROWS];
     for (int r = 0; r < ROWS; r++) {
       const int64_t here = row + (r < rows ? r : rows - 1);
       const Matrix::Place place = w_.place(here);
-      data[r] = w_.data + here * w_.w->row_bytes;
       factors_[r] = place.global;
-      read_scales(w_, place.grid_row, F::span, scales);
-      for (int64_t i = 0; i < groups_ * SCALES<F>; i++) scales_[i * ROWS + r] = scales[i];
+      codes[r] = w_.data + here * w_.w->row_bytes;
+      read_scales(w_, place.grid_row, F::span, row_scales_ + r * scales_of_row_);
+      scales[r] = reinterpret_cast<const uint8_t*>(row_scales_ + r * scales_of_row_);
     }
-    const int64_t size = ceil_div(w_.w->k, 2);
-    for (int64_t g = 0; g < groups_; g++) {
-      typename F::Raw raw[ROWS];
-      const int64_t left = size - g * F::bytes;
-      for (int r = 0; r < ROWS; r++) {
-        const uint8_t* p = data[r] + g * F::bytes;
-        raw[r] = left > F::bytes ? F::load(p) : F::load_part(p, left);
-      }
-      F::transpose(raw);
-      for (int i = 0; i < F::LANES; i++) elements_[g * F::LANES + i] = F::decode(raw[i]);
-    }
+    side_by_side(codes, ceil_div(w_.w->k, 2), ROWS * w_.w->row_bytes,
+                 [&](int64_t i, const typename F::Raw& words) { elements_[i] = F::decode(words); });
+    side_by_side(scales, scales_of_row_ * sizeof(float), 0,
+                 [&](int64_t i, const typename F::Raw& words) { std::memcpy(scales_ + i * ROWS, &words, sizeof words); });
   }
 
   // out[v · stride + r] of V … vectors.
@@ -139,7 +130,7 @@ class Band {
 #pragma GCC unroll 8
       for (int s = 0; s < SCALES<F>; s++) {
         constexpr int lanes = F::span / 8;
-        typename F::Whole whole[] = {F::whole(start_of<lanes>(x[V][g].start + s * lanes))...};
+        typename F::Whole whole[] = {F::whole(x[V][g].total[s])...};
 #pragma GCC unroll 2
         for (int lane = s * lanes; lane < (s + 1) * lanes; lane += 2) {
           ((whole[V] = F::dot(whole[V], elements_ + g * F::LANES + lane, x[V] + g, lane)), ...);
@@ -156,10 +147,25 @@ class Band {
     return reinterpret_cast<const X*>(xs.data + (xs.which ? xs.which[i] : i) * xs.bytes);
   }
 
+  // Calls work(i, words) with the i-th four bytes of each of the rows, which have `size` bytes; fetches what is `ahead`.
+  template <class Work>
+  static void side_by_side(const uint8_t* const (&rows)[ROWS], int64_t size, int64_t ahead, Work&& work) {
+    for (int64_t at = 0; at < size; at += F::bytes) {
+      typename F::Raw raw[ROWS];
+      for (int r = 0; r < ROWS; r++) {
+        const uint8_t* p = rows[r] + at;
+        __builtin_prefetch(p + ahead);
+        raw[r] = size - at > F::bytes ? F::load(p) : F::load_part(p, size - at);
+      }
+      F::transpose(raw);
+      for (int i = 0; i < ROWS; i++) work(at / 4 + i, raw[i]);
+    }
+  }
+
   const Matrix& w_;
-  const int64_t groups_;
-  typename F::Elements* const elements_;  // [lane of all groups]
-  float* const scales_;                   // [scale of a row][row]
+  const int64_t groups_, scales_of_row_;
+  typename F::Elements* const elements_;  // [lane of all groups], of all rows
+  float *const row_scales_, *const scales_;  // [row][scale of it], and the other way round
   float factors_[ROWS];
 };
 
@@ -213,7 +219,8 @@ struct Int8Of {
     const int64_t size = load_blocks(w, x, from, F::group, plain);
     typename F::X* packed = static_cast<typename F::X*>(out);
     for (int64_t i = 0; i < size; i += INT8_BLOCK) {
-      pack_block(plain + i, static_cast<int>(i % F::group / 8), packed[i / F::group]);
+      const int lane = static_cast<int>(i % F::group / 8), span = static_cast<int>(w.block_columns);
+      pack_block(plain + i, lane, span, packed[i / F::group]);
     }
   }
 

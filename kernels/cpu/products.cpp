@@ -36,8 +36,6 @@ bool tiles_are_right(const tp_weight& w, const void* x, int32_t dtype, int64_t n
   return exact && fits_bf16(static_cast<const float*>(x), n);
 }
 
-constexpr int64_t MANY = 6;  // vectors in int8 that a weight is decoded once for
-
 Packed::Packed(const tp_weight& w, int64_t n, bool tiles, Slot slot)
     : w_(w),
       tiles_(tiles),
@@ -49,7 +47,7 @@ void Packed::products(const Matrix& m, int64_t first, int64_t last, const int64_
                       float* out, int64_t stride) const {
   if (tiles_) return isa().tiles->products(m, first, last, place(start), count, out, stride);
   const auto dots = int8_ ? isa().int8->dots : isa().dots;
-  if (int8_ && isa().int8->products && count >= MANY) {
+  if (int8_ && isa().int8->products && count > MAX_BATCH) {
     return isa().int8->products(m, first, last, {place(which ? 0 : start), bytes_, which}, count, out, stride);
   }
   for (int64_t done = 0; done < count; done += MAX_BATCH) {
