@@ -182,7 +182,7 @@ class Layer:
 def get_ops(backend: str = "auto", device: torch.device | str = "cpu", act: str | None = None) -> Ops:
     """The operations by the backend of that name, for tensors on `device`.
 
-    act: quantize what enters the experts (Ops.moe) to this format of ACTS or CPU_ACTS, where they are in a format for it.
+    act: quantize what enters the experts (Ops.moe) to this format of ACTS or CPU_ACTS, where theirs is one for it.
     "auto" takes the best one there: the native kernels on a CPU, those of Triton on a GPU, torch where these cannot be
     had. InputError lists the known names, and says why a backend cannot be had.
     """

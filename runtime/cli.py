@@ -70,7 +70,7 @@ model_options = _options(
     click.option("--dtype", type=click.Choice(DTYPES), metavar="TYPE", help=f"{', '.join(DTYPES)}.  [{DTYPES[0]}]"),
     click.option("--backend", default="auto", metavar="NAME", help="Kernels to run with.  [auto]"),
     click.option(
-        "--act", type=click.Choice(ACTS), metavar="FMT", help=f"Quantize experts' activations: {', '.join(ACTS)} (CPU).  [no]"
+        "--act", type=click.Choice(ACTS), metavar="FMT", help=f"Quantize experts' activations: {', '.join(ACTS)}.  [no]"
     ),
     click.option(
         "--threads", type=click.IntRange(min=1), metavar="N", help="Of the CPU.  [OMP_NUM_THREADS, or all it may run on]"

@@ -1,5 +1,5 @@
-// Vectors in int8 by AVX2, see int8.h; part of avx2.cpp. Bytes are multiplied 32 at a time, of which one factor has no sign, and two products
-// are added up to 16 bits; eight of them fit.
+// Vectors in int8 by AVX2, see int8.h; part of avx2.cpp. Bytes are multiplied 32 at a time, of which one factor has no
+// sign, and two products are added up to 16 bits; eight of them fit.
 #pragma once
 #include <immintrin.h>
 
@@ -45,7 +45,8 @@ struct Codes {
   static __m256i words(const void* p) { return _mm256_load_si256(static_cast<const __m256i*>(p)); }
 
   static Sum add(Sum sum, const Elements& e, const X* x, __m256 scale) {
-    const __m256i even = _mm256_maddubs_epi16(e.even, words(x->code[0])), odd = _mm256_maddubs_epi16(e.odd, words(x->code[1]));
+    const __m256i even = _mm256_maddubs_epi16(e.even, words(x->code[0]));
+    const __m256i odd = _mm256_maddubs_epi16(e.odd, words(x->code[1]));
     const __m256i pairs = _mm256_madd_epi16(_mm256_add_epi16(even, odd), _mm256_set1_epi16(1));
     const __m256 whole = _mm256_cvtepi32_ps(_mm256_add_epi32(pairs, words(x->start)));
     return _mm256_fmadd_ps(whole, _mm256_mul_ps(scale, _mm256_load_ps(x->scale)), sum);
@@ -91,7 +92,8 @@ struct Codes {
   }
 
   static Sum add_rows(Sum sum, Whole whole, const float* scales, float scale) {
-    return _mm256_fmadd_ps(_mm256_cvtepi32_ps(whole), _mm256_mul_ps(_mm256_load_ps(scales), _mm256_set1_ps(scale)), sum);
+    const __m256 both = _mm256_mul_ps(_mm256_load_ps(scales), _mm256_set1_ps(scale));
+    return _mm256_fmadd_ps(_mm256_cvtepi32_ps(whole), both, sum);
   }
 
   static void scaled(Sum sum, const float* factors, float* out) {

@@ -49,7 +49,8 @@ struct Codes : Nibbles<E2m1Table, SPAN> {  // whose scales are read so, whatever
   }
 
   static __m512 add_rows(__m512 sum, Whole whole, const float* scales, float scale) {
-    return _mm512_fmadd_ps(_mm512_cvtepi32_ps(whole), _mm512_mul_ps(_mm512_load_ps(scales), _mm512_set1_ps(scale)), sum);
+    const __m512 both = _mm512_mul_ps(_mm512_load_ps(scales), _mm512_set1_ps(scale));
+    return _mm512_fmadd_ps(_mm512_cvtepi32_ps(whole), both, sum);
   }
 
   static void scaled(__m512 sum, const float* factors, float* out) {

@@ -47,8 +47,8 @@ WIDEST = 576
 """Values of a key that attention takes at most, as ATTEND_WIDTH of isa.h: DeepSeek's latents with what heads share."""
 
 _known: dict[tuple[int, str | None], tuple[weakref.ref, int]] = {}
-"""By id of a weight and what vectors are quantized to for it: a reference to it, and where its description is, 0 if there
-is none."""
+"""By id of a weight, and what vectors are quantized to for it: a reference to it, and where its description is, 0 if
+there is none."""
 
 _described: dict[tuple[int, str | None], native.Weight] = {}
 _describing = threading.Lock()

@@ -1,8 +1,8 @@
 // Products of FP4 and INT4 weights with vectors in int8: blocks of 32 columns under one float32 scale, the largest
 // magnitude / 127, to which values are rounded, ties to even. What is not finite makes its block NaN.
 //
-// Sums of a block are whole numbers, so that only float32's sums of blocks depend on the order of columns. An instruction
-// set has formats Codes<TABLE, SPAN>, as dots.h describes them, whose packed vectors are Int8Groups.
+// Sums of a block are whole numbers, so that only float32's sums of blocks depend on the order of columns. A set of
+// instructions has formats Codes<TABLE, SPAN>, as dots.h describes them, whose packed vectors are Int8Groups.
 #pragma once
 #include "dots.h"
 #include "elementwise.h"
@@ -92,13 +92,15 @@ template <class F>
 class Band {
  public:
   using X = typename F::X;
+  using Raw = typename F::Raw;
+  using Elements = typename F::Elements;
   static constexpr int ROWS = F::LANES;
 
   explicit Band(const Matrix& w)
       : w_(w),
         groups_(groups<F>(*w.w)),
         scales_of_row_(ceil_div(groups_ * SCALES<F>, ROWS) * ROWS),
-        elements_(static_cast<typename F::Elements*>(scratch(SLOT_TILE, groups_ * ROWS * sizeof(typename F::Elements)))),
+        elements_(static_cast<Elements*>(scratch(SLOT_TILE, groups_ * ROWS * sizeof(Elements)))),
         row_scales_(static_cast<float*>(scratch(SLOT_SCALES, ROWS * scales_of_row_ * sizeof(float)))),
         scales_(static_cast<float*>(scratch(SLOT_SUMS, ROWS * scales_of_row_ * sizeof(float)))) {
     std::memset(row_scales_, 0, ROWS * scales_of_row_ * sizeof(float));
@@ -116,9 +118,9 @@ class Band {
       scales[r] = reinterpret_cast<const uint8_t*>(row_scales_ + r * scales_of_row_);
     }
     side_by_side(codes, ceil_div(w_.w->k, 2), ROWS * w_.w->row_bytes,
-                 [&](int64_t i, const typename F::Raw& words) { elements_[i] = F::decode(words); });
+                 [&](int64_t i, const Raw& words) { elements_[i] = F::decode(words); });
     side_by_side(scales, scales_of_row_ * sizeof(float), 0,
-                 [&](int64_t i, const typename F::Raw& words) { std::memcpy(scales_ + i * ROWS, &words, sizeof words); });
+                 [&](int64_t i, const Raw& words) { std::memcpy(scales_ + i * ROWS, &words, sizeof words); });
   }
 
   // out[v · stride + r] of V … vectors.
@@ -147,11 +149,11 @@ class Band {
     return reinterpret_cast<const X*>(xs.data + (xs.which ? xs.which[i] : i) * xs.bytes);
   }
 
-  // Calls work(i, words) with the i-th four bytes of each of the rows, which have `size` bytes; fetches what is `ahead`.
+  // Calls work(i, words) with the i-th four bytes of all rows, which have `size` bytes; fetches what is `ahead`.
   template <class Work>
   static void side_by_side(const uint8_t* const (&rows)[ROWS], int64_t size, int64_t ahead, Work&& work) {
     for (int64_t at = 0; at < size; at += F::bytes) {
-      typename F::Raw raw[ROWS];
+      Raw raw[ROWS];
       for (int r = 0; r < ROWS; r++) {
         const uint8_t* p = rows[r] + at;
         __builtin_prefetch(p + ahead);
@@ -164,7 +166,7 @@ class Band {
 
   const Matrix& w_;
   const int64_t groups_, scales_of_row_;
-  typename F::Elements* const elements_;  // [lane of all groups], of all rows
+  Elements* const elements_;                 // [lane of all groups], of all rows
   float *const row_scales_, *const scales_;  // [row][scale of it], and the other way round
   float factors_[ROWS];
 };

@@ -178,7 +178,8 @@ struct Codes : Nibbles<E2M1, SPAN> {  // whose scales are read so, whatever thei
 
   static float32x4_t add(float32x4_t sum, const Elements& e, const X* x, float32x4_t scale) {
     const int8x16_t even = vld1q_s8(x->code[0]), odd = vld1q_s8(x->code[1]);
-    const int16x8_t low = vmlal_s8(vmull_s8(vget_low_s8(e.even), vget_low_s8(even)), vget_low_s8(e.odd), vget_low_s8(odd));
+    const int16x8_t first = vmull_s8(vget_low_s8(e.even), vget_low_s8(even));
+    const int16x8_t low = vmlal_s8(first, vget_low_s8(e.odd), vget_low_s8(odd));
     const int16x8_t high = vmlal_high_s8(vmull_high_s8(e.even, even), e.odd, odd);
     const int32x4_t whole = vpadalq_s16(vld1q_s32(x->start), vpaddq_s16(low, high));
     return vfmaq_f32(sum, vcvtq_f32_s32(whole), vmulq_f32(scale, vld1q_f32(x->scale)));

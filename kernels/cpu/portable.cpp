@@ -103,8 +103,8 @@ struct Bf16 : Group<32>, Bytes<64> {
 
 namespace {
 
-// Vectors in int8 are rounded as such, and multiplied as the numbers that they then are: no compiler makes of bytes what
-// is as fast.
+// Vectors in int8 are rounded as such, and multiplied as the numbers that they then are: of sums of bytes compilers make
+// what is slower.
 void pack_rounded(const tp_weight& w, const void* x, int32_t from, void* out) {
   float* rounded = static_cast<float*>(scratch(SLOT_TILE, ceil_div(w.k, INT8_BLOCK) * INT8_BLOCK * sizeof(float)));
   load_blocks(w, x, from, INT8_BLOCK, rounded);

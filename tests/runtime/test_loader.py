@@ -166,7 +166,7 @@ def test_quantized_activations_need_experts_and_a_device_for_them(artifact):
 
 
 def test_activations_in_int8_need_experts_in_four_bits(tmp_path):
-    with pytest.raises(InputError, match=r"in int8 are for experts in mxfp4 or nvfp4 or int4, and those of .* are in fp8"):
+    with pytest.raises(InputError, match=r"are for experts in mxfp4 or nvfp4 or int4, and those of .* are in fp8"):
         load_packed(Pair("fp8").write_artifact(tmp_path), device="cpu", act="int8")
 
 
