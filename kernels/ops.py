@@ -35,7 +35,10 @@ FUSED = ("linears", "add_norm", "attend", "attend_latents", "dense", "routed", "
 """Several operations in one call, which a backend need not have."""
 
 ACTS = {"fp8": "fp8", "mxfp8": "mxfp4", "nvfp4": "nvfp4"}
-"""Formats that activations can be quantized to, and the format of the experts that take them so."""
+"""Formats that activations can be quantized to on a GPU, and the format of the experts that take them so."""
+
+CPU_ACTS = {"int8": native.FOUR_BITS}
+"""The same on a CPU, where experts may be in several formats."""
 
 _log = logging.getLogger(__name__)
 
@@ -192,7 +195,7 @@ class PlacedLayer(NamedTuple):
 def get_ops(backend: str = "auto", device: torch.device | str = "cpu", act: str | None = None) -> Ops:
     """The operations by the backend of that name, for tensors on `device`.
 
-    act: quantize what enters the experts (Ops.moe) to this format of ACTS, where they are in the format for it.
+    act: quantize what enters the experts (Ops.moe) to this format of ACTS or CPU_ACTS, where theirs is one for it.
     "auto" takes the best one there: the native kernels on a CPU, those of Triton on a GPU, torch where these cannot be
     had. InputError lists the known names, and says why a backend cannot be had.
     """
@@ -210,8 +213,11 @@ def get_ops(backend: str = "auto", device: torch.device | str = "cpu", act: str 
 
 def _refused_act(act: str, backend: str, device: torch.device) -> str:
     """Why it cannot be, empty if it can."""
-    if act not in ACTS:
-        return f"choose one of {', '.join(ACTS)}, or leave act out"
+    if act not in (*ACTS, *CPU_ACTS):
+        return f"choose one of {', '.join((*ACTS, *CPU_ACTS))}, or leave act out"
+    if act in CPU_ACTS:
+        why = f"the backend {backend!r} has no kernels for it; leave act out, or run on a CPU by its native kernels"
+        return "" if backend == "cpu" else why
     if backend != "triton":
         return f"the backend {backend!r} has no kernels for it; leave act out, or run on a GPU by triton"
     from tutel_pack.kernels.triton.chips import chip_of

@@ -22,7 +22,7 @@ OPTIONS = {
 }  # fmt: skip
 """SamplingParams' fields by the options that set them."""
 DTYPES = ("bfloat16", "float16", "float32")
-ACTS = ("mxfp8", "nvfp4", "fp8")
+ACTS = ("mxfp8", "nvfp4", "fp8", "int8")
 EPILOG = """
 \b
 Exit codes: 0 done, 2 bad input, 3 memory or device lacking, 130 interrupted.

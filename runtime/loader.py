@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tutel_pack.artifact import Artifact
 from tutel_pack.errors import InputError, ResourceError
-from tutel_pack.kernels.ops import ACTS, Weight
+from tutel_pack.kernels.ops import ACTS, CPU_ACTS, Weight
 from tutel_pack.kernels.threads import MOST, set_threads
 from tutel_pack.runtime.batch import STEP_TOKENS, Batch
 from tutel_pack.runtime.decoder import Decoder
@@ -45,7 +45,8 @@ def load_packed(
     device: "auto" takes a GPU if torch sees one, else the CPU.  dtype: of activations and the cache, bfloat16 if None.
     backend: the name of the kernels to run with, see kernels.ops.BACKENDS.
     act: quantize the activations of experts to "mxfp8", "nvfp4" or "fp8", for experts in the format that
-        kernels.ops.ACTS names for it, on GPUs that multiply both as they are stored; None does not.
+        kernels.ops.ACTS names for it, on GPUs that multiply both as they are stored, or to "int8" on a CPU, for experts
+        in mxfp4, nvfp4 or int4; None does not.
     threads: of the CPU's operations, in the whole process; None is OMP_NUM_THREADS, else all processors it may run on.
     prefault: read the weights now.  mlock: and keep them in memory. Both are for a CPU.
     InputError if `path` is no artifact, if it is damaged, or if an option is unknown; ResourceError if the device is
@@ -72,9 +73,10 @@ def _check_act(artifact: Artifact, act: str | None) -> None:
     """InputError if no experts take activations so. Which names and devices there are, `get_ops` knows."""
     entries = artifact.manifest.tensors.values()
     found = sorted({e.format.name for e in entries if e.format is not None and len(e.shape) == 3})
-    if act in ACTS and ACTS[act] not in found:
+    takers = CPU_ACTS[act] if act in CPU_ACTS else (ACTS[act],) if act in ACTS else ()
+    if takers and not set(takers) & set(found):
         raise InputError(
-            f"Activations in {act} are for experts in {ACTS[act]}, and those of {artifact.path} are in "
+            f"Activations in {act} are for experts in {' or '.join(takers)}, and those of {artifact.path} are in "
             f"{', '.join(found) or 'no packed format'}: leave act out, or choose another."
         )
 

@@ -266,8 +266,7 @@ struct Band {
     for (int64_t r = 0; r < count; r++) {
       const bool next = row + r >= place.end;
       if (next) place = w.place(row + r);
-      const int64_t grid_row = place.grid_row + (by_row ? row + r - place.first : 0);
-      if (by_row || next) numbers = T::read(w, grid_row, scales + ++read % (BAND + 1) * scale_items);
+      if (by_row || next) numbers = T::read(w, w.scale_row(place, row + r), scales + ++read % (BAND + 1) * scale_items);
       row_scales[r] = scales + read % (BAND + 1) * scale_items;
       factor[r] = numbers ? place.global : __builtin_nanf("");
     }
@@ -445,6 +444,7 @@ constexpr Tiles TILES = {vector_bytes, pack_tiles, products_of_any, attend_by_am
 
 }  // namespace
 
-const Isa amx_isa = {"amx", packed_bytes, pack, dots_of_any, activate, add_scaled, store, load, read, attend, &TILES};
+const Isa amx_isa = {"amx", packed_bytes, pack, dots_of_any, activate, add_scaled, store, load, read, attend, &TILES,
+                     &avx512_int8};
 
 }  // namespace tp

@@ -148,9 +148,14 @@ struct Bf16 : Group {
 };
 
 }  // namespace
+}  // namespace tp
 
+#include "avx2_int8.h"
+
+namespace tp {
 #include "float_vectors.h"
 
-const Isa avx2_isa = make_isa("avx2");
+constexpr Int8 INT8_FUNCTIONS = {Coded::packed_bytes, Coded::pack, Coded::dots, Coded::products};
+const Isa avx2_isa = make_isa("avx2", &INT8_FUNCTIONS);
 
 }  // namespace tp

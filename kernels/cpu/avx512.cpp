@@ -1,7 +1,9 @@
-#include "avx512.h"
+#include "avx512_int8.h"
 
 namespace tp {
 
-const Isa avx512_isa = {"avx512", packed_bytes, pack, dots_of_any, activate, add_scaled, store, load, read, attend, nullptr};
+const Int8 avx512_int8 = {Coded::packed_bytes, Coded::pack, Coded::dots, Coded::products};
+const Isa avx512_isa = {"avx512", packed_bytes, pack, dots_of_any, activate, add_scaled, store, load, read, attend, nullptr,
+                        &avx512_int8};
 
 }  // namespace tp

@@ -10,7 +10,10 @@ from __future__ import annotations
 import ctypes
 import threading
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Sequence
+from functools import partial
+from types import SimpleNamespace
 
 import torch
 from torch import Tensor
@@ -54,21 +57,22 @@ FEW = 8
 WIDEST = 576
 """Values of a key that attention takes at most, as ATTEND_WIDTH of isa.h: DeepSeek's latents with what heads share."""
 
-_known: dict[int, tuple[weakref.ref, int]] = {}
-"""By id of a weight: a reference to it, and where its description is, 0 if there is none."""
+_known: dict[tuple[int, str | None], tuple[weakref.ref, int]] = {}
+"""By id of a weight, and what vectors are quantized to for it: a reference to it, and where its description is, 0 if
+there is none."""
 
-_described: dict[int, native.Weight] = {}
+_described: dict[tuple[int, str | None], native.Weight] = {}
 _describing = threading.Lock()
 
 
-def _place(w: Weight) -> int:
+def _place(w: Weight, act: str | None = None) -> int:
     """Address of a weight's description, 0 where there is no kernel for it. Described once."""
-    found = _known.get(id(w))
-    return found[1] if found is not None and found[0]() is w else _describe(w)
+    found = _known.get((id(w), act))
+    return found[1] if found is not None and found[0]() is w else _describe(w, act)
 
 
-def _describe(w: Weight) -> int:
-    key = id(w)
+def _describe(w: Weight, act: str | None) -> int:
+    key = id(w), act
 
     def forget(_, key=key):
         _known.pop(key, None)
@@ -77,7 +81,7 @@ def _describe(w: Weight) -> int:
     with _describing:  # two threads may meet a weight at once, and each keeps the address that it was given
         found = _known.get(key)
         if found is None or found[0]() is not w:
-            _described[key] = description = native.describe(w)
+            _described[key] = description = native.describe(w, act)
             _known[key] = found = weakref.ref(w, forget), ctypes.addressof(description) if description else 0
         return found[1]
 
@@ -121,9 +125,11 @@ def linear(x: Tensor, w: Weight, bias: Tensor | None) -> Tensor:
 
 def moe(
     x: Tensor, ids: Tensor, weights: Tensor, gate_up: Weight, down: Weight, activation: Swiglu | ClampedSwiglu,
-    gate_up_bias: Tensor | None, down_bias: Tensor | None,
+    gate_up_bias: Tensor | None, down_bias: Tensor | None, act: str | None = None,
 ) -> Tensor:  # fmt: skip
-    gate_up_place, down_place, dtype = _place(gate_up), _place(down), _DTYPES.get(x.dtype)
+    gate_up_place, down_place, dtype = _place(gate_up, act), _place(down, act), _DTYPES.get(x.dtype)
+    if act and dtype is None:
+        return moe(x.float(), ids, weights, gate_up, down, activation, gate_up_bias, down_bias, act).to(x.dtype)
     if not gate_up_place or not down_place or dtype is None:
         return torch_backend.moe(x, ids, weights, gate_up, down, activation, gate_up_bias, down_bias)
     x, ids, weights, out = x.contiguous(), ids.contiguous(), weights.contiguous(), torch.empty_like(x)
@@ -134,6 +140,12 @@ def moe(
         *_clamp(activation), first, first_dtype, second, second_dtype, out.data_ptr(),
     ))  # fmt: skip
     return out
+
+
+def with_act(act: str) -> SimpleNamespace:
+    """This backend, with what enters the experts quantized: see ops.CPU_ACTS."""
+    changed = {operation.__name__: partial(operation, act=act) for operation in (moe, routed, layers)}
+    return SimpleNamespace(**{**globals(), **changed})
 
 
 def linears(x: Tensor, parts: Sequence[tuple[Weight, Tensor | None]]) -> list[Tensor]:
@@ -174,9 +186,9 @@ def route(logits: Tensor, spec: Moe, correction: Tensor | None) -> tuple[Tensor,
     return ids, weights
 
 
-_layers: weakref.WeakKeyDictionary[Heads | Dense | Experts | Layer, ctypes.Structure | None]
-_layers = weakref.WeakKeyDictionary()
-"""What is the same for all tokens of a layer, described once."""
+_layers: dict[str | None, weakref.WeakKeyDictionary[Heads | Dense | Experts | Layer, ctypes.Structure | None]]
+_layers = defaultdict(weakref.WeakKeyDictionary)
+"""What is the same for all tokens of a layer, described once, by what enters its experts as."""
 
 
 def attend(
@@ -185,9 +197,9 @@ def attend(
 ) -> Tensor | None:  # fmt: skip
     if q.dtype != keys.dtype or not (keys.is_contiguous() and values.is_contiguous() and _is_plain(rotation)):
         return None
-    made_for, place = _made_for(q, keys, rotation), _layers.get(heads)
+    made_for, place = _made_for(q, keys, rotation), _layers[None].get(heads)
     if place is None or place.made_for != made_for:
-        _layers[heads] = place = _describe_heads(q, keys, rotation, heads)
+        _layers[None][heads] = place = _describe_heads(q, keys, rotation, heads)
     if place is None:
         return None
     q, k, v, slots = q.contiguous(), k.contiguous(), v.contiguous(), layout.slots.contiguous()
@@ -312,11 +324,14 @@ def dense(x: Tensor, dense: Dense) -> Tensor | None:
     return _whole(_dense, _describe_dense, dense, x)
 
 
-def _whole(function: Callable, describe: Callable, parts: Dense | Experts, x: Tensor) -> Tensor | None:
+def _whole(
+    function: Callable, describe: Callable, parts: Dense | Experts, x: Tensor, act: str | None = None
+) -> Tensor | None:
     """What a feed-forward block makes of x; None where one of its parts has no kernel."""
-    if parts not in _layers:
-        _layers[parts] = describe(parts)
-    place, dtype = _layers[parts], _DTYPES.get(x.dtype)
+    layers = _layers[act]
+    if parts not in layers:
+        layers[parts] = describe(parts)
+    place, dtype = layers[parts], _DTYPES.get(x.dtype)
     if place is None or dtype is None:
         return None
     x, out = x.contiguous(), torch.empty_like(x, memory_format=torch.contiguous_format)
@@ -352,12 +367,12 @@ def _vector(x: Tensor | None) -> native.Vector:
     return found
 
 
-def routed(x: Tensor, experts: Experts) -> Tensor | None:
-    return _whole(_routed, _describe_experts, experts, x)
+def routed(x: Tensor, experts: Experts, act: str | None = None) -> Tensor | None:
+    return _whole(_routed, partial(_describe_experts, act=act), experts, x, act)
 
 
-def _describe_experts(e: Experts) -> native.Experts | None:
-    places = [_place(w) for w in (e.router, e.gate_up, e.down)]
+def _describe_experts(e: Experts, act: str | None) -> native.Experts | None:
+    places = [_place(e.router), _place(e.gate_up, act), _place(e.down, act)]
     shared = None if e.shared is None else _describe_dense(e.shared)
     gate = None if e.shared_gate is None else _place(e.shared_gate)
     if not all(places) or (e.shared is not None and shared is None) or gate == 0:
@@ -371,13 +386,13 @@ def _describe_experts(e: Experts) -> native.Experts | None:
     return found
 
 
-def layers(x: Tensor, parts: Sequence[PlacedLayer], layout: Layout) -> Tensor | None:
+def layers(x: Tensor, parts: Sequence[PlacedLayer], layout: Layout, act: str | None = None) -> Tensor | None:
     where = _layout(layout)
     if where.most > FEW:
         return None
     placed = (native.PlacedLayer * len(parts))()
     for i, (layer, pools, rotation) in enumerate(parts):
-        place = _layer_place(x, layer, pools, rotation)
+        place = _layer_place(x, layer, pools, rotation, act)
         if place is None:
             return None
         placed[i] = place, *_angles(rotation), pools[0].data_ptr(), pools[-1].data_ptr()
@@ -387,29 +402,29 @@ def layers(x: Tensor, parts: Sequence[PlacedLayer], layout: Layout) -> Tensor | 
 
 
 def _layer_place(
-    x: Tensor, layer: Layer, pools: Sequence[Tensor], rotation: tuple[Tensor, Tensor] | None
+    x: Tensor, layer: Layer, pools: Sequence[Tensor], rotation: tuple[Tensor, Tensor] | None, act: str | None
 ) -> int | None:
     """Address of a layer's description; None where it or one of its parts has no kernel."""
-    pool, turned = pools[0], 2 * rotation[0].shape[1] if rotation else 0
+    layers, pool, turned = _layers[act], pools[0], 2 * rotation[0].shape[1] if rotation else 0
     made_for = x.dtype, pool.dtype, pool.shape[1:], turned
-    if layer not in _layers:
-        _layers[layer] = place = _describe_layer(x, layer, pool, rotation)
+    if layer not in layers:
+        layers[layer] = place = _describe_layer(x, layer, pool, rotation, act)
         if place is not None:
             place.made_for = made_for
-    place = _layers[layer]
+    place = layers[layer]
     if place is None or place.made_for != made_for or not _is_plain(rotation):
         return None
     return ctypes.addressof(place) if all(pool.is_contiguous() for pool in pools) else None
 
 
 def _describe_layer(
-    x: Tensor, layer: Layer, pool: Tensor, rotation: tuple[Tensor, Tensor] | None
+    x: Tensor, layer: Layer, pool: Tensor, rotation: tuple[Tensor, Tensor] | None, act: str | None
 ) -> native.Layer | None:
     """None where one of its parts has no kernel."""
     a, m = layer.attention, layer.mlp
     grouped = _describe_grouped(x, a, pool, rotation) if isinstance(a, Grouped) else None
     latent = _describe_latent(x, a, pool, rotation) if isinstance(a, Latent) else None
-    experts = _describe_experts(m) if isinstance(m, Experts) else None
+    experts = _describe_experts(m, act) if isinstance(m, Experts) else None
     dense = _describe_dense(m) if isinstance(m, Dense) else None
     attention, mlp, norms = grouped or latent, experts or dense, (layer.input_norm, layer.post_norm)
     if attention is None or mlp is None or any(norm.dtype not in _DTYPES for norm in norms):

@@ -105,8 +105,7 @@ void dots(const Matrix& w, int64_t first, int64_t last, const void* const* xs, f
       rows.scales[r] = scales + r * scale_stride;
       const bool next = row[r] >= place[r].end;
       if (next) place[r] = w.place(row[r]);
-      if (by_row) F::read(w, place[r].grid_row + row[r] - place[r].first, scales + r * scale_stride);
-      else if (next) F::read(w, place[r].grid_row, scales + r * scale_stride);
+      if (by_row || next) F::read(w, w.scale_row(place[r], row[r]), scales + r * scale_stride);
     }
     float products[R][M];
     rows.multiply(size, xs, products);

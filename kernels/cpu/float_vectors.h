@@ -36,8 +36,9 @@ void dots_of_any(const Matrix& w, int64_t first, int64_t last, const void* const
   with_format(*w.w, [&](auto f) { dots_of<decltype(f)>(w, first, last, xs, vectors, out, stride); });
 }
 
-constexpr Isa make_isa(const char* name) {
-  return {name, packed_bytes, pack, dots_of_any, activate, add_scaled, store, load, read, attend, nullptr};
+constexpr Isa make_isa(const char* name, const Int8* int8) {
+  return {name, packed_bytes, pack, dots_of_any, activate, add_scaled, store, load, read, attend, nullptr,
+          int8};
 }
 
 }  // namespace

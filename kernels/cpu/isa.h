@@ -34,6 +34,25 @@ struct Tiles {
                  const uint16_t* values, uint16_t* out);
 };
 
+// Vectors that are packed one by one, `bytes` apart: the i-th of them is number which[i], or if that is null number i.
+struct Vectors {
+  const char* data;
+  int64_t bytes;
+  const int64_t* which;
+};
+
+// The same as Isa's functions for vectors that a weight takes in int8, see int8.h.
+struct Int8 {
+  int64_t (*packed_bytes)(const tp_weight& w);
+  void (*pack)(const tp_weight& w, const void* x, int32_t from, void* out);
+  void (*dots)(const Matrix& w, int64_t first, int64_t last, const void* const* xs, int vectors, float* out,
+               int64_t stride);
+
+  // As dots, of any number of vectors, for which a weight is decoded once; null where there is no such way.
+  void (*products)(const Matrix& w, int64_t first, int64_t last, const Vectors& xs, int64_t count, float* out,
+                   int64_t stride);
+};
+
 constexpr int64_t ATTEND = 32, ATTEND_WIDTH = 576, ATTEND_QUERIES = 32;  // rows, values and queries at most
 
 // n ≤ ATTEND rows that lie `stride` items apart.
@@ -84,11 +103,14 @@ struct Isa {
   Attend attend;
 
   const Tiles* tiles;  // null where there are none
+
+  const Int8* int8;
 };
 
 extern const Isa portable_isa;
 #ifdef __x86_64__
 extern const Isa avx2_isa, avx512_isa, amx_isa;
+extern const Int8 avx512_int8;  // which amx has, too
 #elif defined(__aarch64__)
 extern const Isa neon_isa;
 #endif

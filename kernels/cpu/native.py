@@ -128,20 +128,25 @@ class Weight(ctypes.Structure):
         ("row_bytes", _I64), ("expert_bytes", _I64),
         ("grid_columns", _I64), ("expert_scales", _I64),
         ("block_rows", _I64), ("block_columns", _I64),
-        ("segment_count", _I32), ("format", _I32), ("scale_type", _I32), ("unused", _I32),
+        ("segment_count", _I32), ("format", _I32), ("scale_type", _I32), ("act", _I32),
     ]  # fmt: skip
 
 
 _FORMATS = {"mxfp4": 0, "nvfp4": 0, "int4": 1, "fp8": 2, "bf16": 3}
+FOUR_BITS = ("mxfp4", "nvfp4", "int4")
+"""Formats that take vectors in int8, too."""
+_ACTS = {None: 0, "int8": 1}
 _E8M0 = torch.uint8
 _SCALES = {None: 0, torch.float32: 1, _E8M0: 2, torch.float8_e4m3fn: 3, torch.bfloat16: 4}
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 """Of activations and biases."""
 
 
-def describe(w: Tensor | PackedTensor) -> Weight | None:
+def describe(w: Tensor | PackedTensor, act: str | None = None) -> Weight | None:
     """A weight as the library takes it; None if that has no kernel for it: a plain one that is not bfloat16, blocks of
-    another width (fp8: no multiple of 32), or memory that is not laid out row after row."""
+    another width (fp8: no multiple of 32), or memory that is not laid out row after row.
+
+    act: the format of ops.CPU_ACTS that vectors are quantized to for it, if it is in a format for that."""
     if isinstance(w, PackedTensor):
         fmt, data, scale, factors, segments = w.format, w.data, w.scale, w.global_scale, w.segments
         name, block = fmt.name, fmt.block
@@ -154,7 +159,7 @@ def describe(w: Tensor | PackedTensor) -> Weight | None:
         return None
     if name == "fp8" and block[1] < k and block[1] % 32:
         return None
-    if name in ("mxfp4", "nvfp4", "int4") and block != FORMATS[name].block:
+    if name in FOUR_BITS and block != FORMATS[name].block:
         return None
     experts = w.shape[0] if len(w.shape) == 3 else 1
     rows = (_I64 * len(segments))(*segments)
@@ -167,6 +172,7 @@ def describe(w: Tensor | PackedTensor) -> Weight | None:
         expert_scales=0 if scale is None else scale.shape[-2] * scale.shape[-1],
         block_rows=block[0] if block else n, block_columns=block[1] if block else k,
         segment_count=len(segments), format=_FORMATS[name], scale_type=_SCALES[None if scale is None else scale.dtype],
+        act=_ACTS[act] if name in FOUR_BITS else 0,
     )  # fmt: skip
     found.keep = (rows, *parts)
     return found

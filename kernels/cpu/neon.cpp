@@ -1,8 +1,7 @@
 // NEON, which every 64-bit Arm processor has. A group is 32 columns; elements are float32 vectors of 4.
 #include <arm_neon.h>
 
-#include "dots.h"
-#include "elementwise.h"
+#include "int8.h"
 
 namespace tp {
 namespace {
@@ -38,7 +37,7 @@ struct Group {
 
 // 16 or 32 bytes of raw codes.
 template <int BYTES>
-struct Codes {
+struct Bytes {
   static constexpr int bytes = BYTES;
   struct Raw {
     uint8x16_t part[BYTES / 16];
@@ -86,7 +85,7 @@ constexpr Table INT4({0, 1, 2, 3, 4, 5, 6, 7, -8, -7, -6, -5, -4, -3, -2, -1});
 
 // Of 16 bytes the low codes are the even columns, the high ones the odd.
 template <const Table& TABLE, int SPAN>
-struct Nibbles : Group, Codes<16> {
+struct Nibbles : Group, Bytes<16> {
   static constexpr int span = SPAN;
 
   static Elements decode(Raw raw) {
@@ -118,7 +117,7 @@ constexpr Table SMALL({__builtin_nanf(""), 0, UNIT, 2 * UNIT, 3 * UNIT, 4 * UNIT
                        8 * UNIT, 9 * UNIT, 10 * UNIT, 11 * UNIT, 12 * UNIT, 13 * UNIT, 14 * UNIT});
 
 // A bfloat16 is the code's size shifted by 4, with 120 added to its exponent. What this is wrong for is looked up.
-struct Fp8 : Group, Codes<32> {
+struct Fp8 : Group, Bytes<32> {
   static constexpr int span = 32;
   alignas(16) static constexpr uint8_t HIGH[16] = {60, 61, 62, 63, 64, 65, 66, 67, 60, 61, 62, 63, 64, 65, 66, 67};
 
@@ -141,7 +140,7 @@ struct Fp8 : Group, Codes<32> {
   static constexpr int column(int i) { return i; }
 };
 
-struct Bf16 : Group, Codes<64> {
+struct Bf16 : Group, Bytes<64> {
   static constexpr int span = 0;
 
   static Elements decode(const Raw& raw) {
@@ -156,10 +155,44 @@ struct Bf16 : Group, Codes<64> {
   static constexpr int column(int i) { return i; }
 };
 
+// Vectors in int8, see int8.h. Two products of bytes, and the next two, are added up to 16 bits.
+template <class TABLE, int SPAN>
+struct Codes : Nibbles<E2M1, SPAN> {  // whose scales are read so, whatever their elements
+  using X = Int8Group<4>;
+  static constexpr int items = 1;
+  struct Elements {
+    int8x16_t even, odd;
+  };
+
+  static Elements decode(typename Nibbles<E2M1, SPAN>::Raw raw) {
+    const uint8x16_t table = vld1q_u8(LIFTED<TABLE>.value);
+    return {vreinterpretq_s8_u8(vqtbl1q_u8(table, vandq_u8(raw.part[0], vdupq_n_u8(15)))),
+            vreinterpretq_s8_u8(vqtbl1q_u8(table, vshrq_n_u8(raw.part[0], 4)))};
+  }
+
+  // Lane i of a sum has columns 8 · i … 8 · i + 7.
+  static float32x4_t scale(const float* scales) {
+    if (SPAN == 32) return vdupq_n_f32(*scales);
+    return vcombine_f32(vdup_n_f32(scales[0]), vdup_n_f32(scales[1]));
+  }
+
+  static float32x4_t add(float32x4_t sum, const Elements& e, const X* x, float32x4_t scale) {
+    const int8x16_t even = vld1q_s8(x->code[0]), odd = vld1q_s8(x->code[1]);
+    const int16x8_t first = vmull_s8(vget_low_s8(e.even), vget_low_s8(even));
+    const int16x8_t low = vmlal_s8(first, vget_low_s8(e.odd), vget_low_s8(odd));
+    const int16x8_t high = vmlal_high_s8(vmull_high_s8(e.even, even), e.odd, odd);
+    const int32x4_t whole = vpadalq_s16(vld1q_s32(x->start), vpaddq_s16(low, high));
+    return vfmaq_f32(sum, vcvtq_f32_s32(whole), vmulq_f32(scale, vld1q_f32(x->scale)));
+  }
+};
+
+using Coded = Int8Of<Codes>;
+
 }  // namespace
 
 #include "float_vectors.h"
 
-const Isa neon_isa = make_isa("neon");
+constexpr Int8 INT8_FUNCTIONS = {Coded::packed_bytes, Coded::pack, Coded::dots, nullptr};
+const Isa neon_isa = make_isa("neon", &INT8_FUNCTIONS);
 
 }  // namespace tp

@@ -1,6 +1,5 @@
 // Plain C++, for any processor: what the other instruction sets are measured against.
-#include "dots.h"
-#include "elementwise.h"
+#include "int8.h"
 
 namespace tp {
 namespace {
@@ -102,6 +101,25 @@ struct Bf16 : Group<32>, Bytes<64> {
 
 #include "float_vectors.h"
 
-const Isa portable_isa = make_isa("portable");
+namespace {
+
+// Vectors in int8 are rounded as such, and multiplied as the numbers that they then are: of sums of bytes compilers make
+// what is slower.
+void pack_rounded(const tp_weight& w, const void* x, int32_t from, void* out) {
+  float* rounded = static_cast<float*>(scratch(SLOT_TILE, ceil_div(w.k, INT8_BLOCK) * INT8_BLOCK * sizeof(float)));
+  load_blocks(w, x, from, INT8_BLOCK, rounded);
+  for (int64_t i = 0; i < w.k; i += INT8_BLOCK) {
+    int32_t code[INT8_BLOCK];
+    const float scale = quantize(rounded + i, code);
+    for (int j = 0; j < INT8_BLOCK; j++) rounded[i + j] = static_cast<float>(code[j]) * scale;
+  }
+  pack(w, rounded, TP_FLOAT, out);
+}
+
+constexpr Int8 INT8_FUNCTIONS = {packed_bytes, pack_rounded, dots_of_any, nullptr};
+
+}  // namespace
+
+const Isa portable_isa = make_isa("portable", &INT8_FUNCTIONS);
 
 }  // namespace tp

@@ -28,7 +28,7 @@ bool fits_bf16(const float* x, int64_t n) {
 }  // namespace
 
 bool tiles_pay(const tp_weight& w, int64_t vectors) {
-  return isa().tiles && vectors >= (w.format == TP_BF16 ? 6 : 4);
+  return isa().tiles && w.act == TP_AS_IT_IS && vectors >= (w.format == TP_BF16 ? 6 : 4);
 }
 
 bool tiles_are_right(const tp_weight& w, const void* x, int32_t dtype, int64_t n) {
@@ -42,17 +42,22 @@ constexpr int64_t BEHIND = 64;  // bytes that the tiles of a last, smaller block
 Packed::Packed(const tp_weight& w, int64_t n, bool tiles, Slot slot)
     : w_(w),
       tiles_(tiles),
-      bytes_(tiles ? isa().tiles->vector_bytes(w) : isa().packed_bytes(w)),
+      int8_(w.act == TP_INT8),
+      bytes_((tiles ? isa().tiles->vector_bytes : int8_ ? isa().int8->packed_bytes : isa().packed_bytes)(w)),
       data_(static_cast<char*>(scratch(slot, n * bytes_ + BEHIND))) {}
 
 void Packed::products(const Matrix& m, int64_t first, int64_t last, const int64_t* which, int64_t start, int64_t count,
                       float* out, int64_t stride) const {
   if (tiles_) return isa().tiles->products(m, first, last, place(start), count, out, stride);
+  const auto dots = int8_ ? isa().int8->dots : isa().dots;
+  if (int8_ && isa().int8->products && count > MAX_BATCH) {
+    return isa().int8->products(m, first, last, {place(which ? 0 : start), bytes_, which}, count, out, stride);
+  }
   for (int64_t done = 0; done < count; done += MAX_BATCH) {
     const int n = static_cast<int>(std::min(MAX_BATCH, count - done));
     const void* xs[MAX_BATCH];
     for (int v = 0; v < n; v++) xs[v] = place(which ? which[done + v] : start + done + v);
-    isa().dots(m, first, last, xs, n, out + done * stride, stride);
+    dots(m, first, last, xs, n, out + done * stride, stride);
   }
 }
 
@@ -81,7 +86,8 @@ void linear_part(const Packed& packed, const Linear& part, int64_t first, int64_
 }
 
 bool packed_alike(const tp_weight& a, const tp_weight& b) {
-  return a.k == b.k && a.format == b.format && a.block_columns == b.block_columns && a.scale_type == b.scale_type;
+  return a.k == b.k && a.format == b.format && a.block_columns == b.block_columns && a.scale_type == b.scale_type &&
+         a.act == b.act;
 }
 
 void linears_packed_alike(const Linear* parts, int64_t count, const void* x, int64_t tokens, int32_t dtype) {

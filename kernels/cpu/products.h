@@ -62,7 +62,8 @@ class Packed {
   template <class X>
   void pack(int64_t first, int64_t last, int32_t from, X&& x) const {
     if (!tiles_) {
-      for (int64_t i = first; i < last; i++) isa().pack(w_, x(i), from, place(i));
+      const auto pack = int8_ ? isa().int8->pack : isa().pack;
+      for (int64_t i = first; i < last; i++) pack(w_, x(i), from, place(i));
       return;
     }
     for (int64_t i = first; i < last; i += BLOCK) {
@@ -84,7 +85,7 @@ class Packed {
   char* place(int64_t i) const { return data_ + i * bytes_; }
 
   const tp_weight& w_;
-  const bool tiles_;
+  const bool tiles_, int8_;
   const int64_t bytes_;
   char* const data_;
 };

@@ -6,9 +6,11 @@ extern "C" {
 
 enum tp_format { TP_E2M1 = 0, TP_INT4 = 1, TP_E4M3 = 2, TP_BF16 = 3 };
 enum tp_scale { TP_NO_SCALE = 0, TP_SCALE_F32 = 1, TP_SCALE_E8M0 = 2, TP_SCALE_E4M3 = 3, TP_SCALE_BF16 = 4 };
+enum tp_act { TP_AS_IT_IS = 0, TP_INT8 = 1 };
 enum tp_dtype { TP_FLOAT = 0, TP_BFLOAT16 = 1 };
 
 // A matrix [n, k], or a stack [experts, n, k]. Strides are in bytes, those of scales and global factors in items.
+// act: how it takes vectors; int8 is for E2M1 and INT4.
 struct tp_weight {
   const uint8_t* data;
   const uint8_t* scale;    // [grid rows, grid columns] per expert
@@ -18,7 +20,7 @@ struct tp_weight {
   int64_t row_bytes, expert_bytes;
   int64_t grid_columns, expert_scales;
   int64_t block_rows, block_columns;
-  int32_t segment_count, format, scale_type, unused;
+  int32_t segment_count, format, scale_type, act;
 };
 
 // A vector of float32 or bfloat16, or null: a bias.
@@ -56,6 +58,10 @@ struct Matrix {
   };
 
   bool has_scales_by_row() const { return w->block_rows == 1; }
+
+  int64_t scale_row(const Place& place, int64_t row) const {
+    return place.grid_row + (has_scales_by_row() ? row - place.first : 0);
+  }
 
   Place place(int64_t row) const {
     int64_t start = 0, grid = 0;

@@ -8,6 +8,16 @@ from tests.kernels.emulated import Arm, compile_for_arm
 from tests.kernels.reference import random_packed
 from tests.kernels.test_attention import Case
 from tests.kernels.test_cpu_attention import test_few_tokens, threads, torch_is_not_asked  # noqa: F401
+from tests.kernels.test_cpu_int8 import (  # noqa: F401
+    test_every_code_of_an_element as test_every_code_of_an_element_in_int8,
+    test_moe as test_moe_in_int8,
+    test_others_change_nothing,
+    test_product,
+    test_the_activations_themselves,
+    test_the_check_of_products_sees,
+    test_the_largest_sums,
+    test_what_is_not_finite_stays_so,
+)
 from tests.kernels.test_cpu_products import (  # noqa: F401  they take the fixtures of this file
     test_a_dropped_token_s_weight_does_not_matter,
     test_a_vector_that_is_not_finite_gives_nothing_finite,

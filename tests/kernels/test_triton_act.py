@@ -252,7 +252,7 @@ def test_what_takes_which():
         ("sm_90", "mxfp8", "sm_90 has no instructions for it; it has them for fp8"),
         ("gfx942", "fp8", "gfx942 has no instructions"),
         ("gfx950", "nvfp4", "it has them for fp8, mxfp8"),
-        ("sm_100", "int8", "choose one of fp8, mxfp8, nvfp4"),
+        ("sm_100", "int8", "the backend 'triton' has no kernels for it; leave act out, or run on a CPU"),
         ("sm_100", "nvfp4", None),
         ("gfx950", "mxfp8", None),
     ],

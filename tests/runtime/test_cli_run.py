@@ -163,6 +163,14 @@ def test_load_options_reach_the_loader(monkeypatch):
     assert "'dtype': None" in tutel_run("generate", "x", "a", code=2).stderr
 
 
+def test_all_formats_of_activations_can_be_asked_for():
+    """The command has their names itself, so that --help need not load torch."""
+    from tutel_pack.kernels.ops import ACTS, CPU_ACTS
+    from tutel_pack.runtime import cli
+
+    assert set(cli.ACTS) == {*ACTS, *CPU_ACTS}
+
+
 def test_without_an_artifact_the_latest_conversion_is_taken_and_named(artifact, monkeypatch, tmp_path):
     assert "No model is named" in tutel_run("generate", "Hi", code=2).stderr
     recent.remember(artifact)

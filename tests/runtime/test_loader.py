@@ -13,6 +13,7 @@ from tests.kernels import interpreted
 from tests.runtime.models import CONFIG, Pair
 from tutel_pack.errors import InputError, ResourceError
 from tutel_pack.formats import PackedTensor
+from tutel_pack.kernels.cpu import native
 from tutel_pack.runtime import loader
 from tutel_pack.runtime.loader import load_packed
 
@@ -160,8 +161,13 @@ def test_quantized_activations_need_experts_and_a_device_for_them(artifact):
         load_packed(artifact, device="cpu", act="mxfp8")
     with pytest.raises(InputError, match="to 'nvfp4': the backend '(cpu|torch)' has no kernels for it"):
         load_packed(artifact, device="cpu", act="nvfp4")
-    with pytest.raises(InputError, match="cannot be quantized to 'int8': choose one of fp8, mxfp8, nvfp4"):
-        load_packed(artifact, device="cpu", act="int8")
+    with pytest.raises(InputError, match="cannot be quantized to 'int4': choose one of fp8, mxfp8, nvfp4, int8"):
+        load_packed(artifact, device="cpu", act="int4")
+
+
+def test_activations_in_int8_need_experts_in_four_bits(tmp_path):
+    with pytest.raises(InputError, match=r"are for experts in mxfp4 or nvfp4 or int4, and those of .* are in fp8"):
+        load_packed(Pair("fp8").write_artifact(tmp_path), device="cpu", act="int8")
 
 
 def logits_of(path, act: str | None) -> torch.Tensor:
@@ -177,3 +183,13 @@ def test_quantized_activations_change_the_logits_a_little(artifact, model):
     expected = model.forward(IDS[:1, :2])
     error = ((quantized - expected).square().mean() / expected.square().mean()).sqrt()
     assert 0.01 < error < 0.3
+
+
+@pytest.mark.skipif(bool(native.missing()), reason="the native kernels were not built: there was no compiler")
+def test_so_do_those_in_int8(artifact, model):
+    """By half a percent a product; the median, for now and then a router picks another expert."""
+    quantized = load_packed(artifact, device="cpu", dtype=torch.float32, act="int8")
+    assert quantized.act == "int8"
+    expected = model.forward(IDS)
+    error = ((quantized.forward(IDS) - expected).square().mean(-1) / expected.square().mean(-1)).sqrt()
+    assert 0.004 < error.median() < 0.03
