@@ -89,6 +89,8 @@ def tile_for(chip: Chip, problem: Problem) -> Tile:
     tile = Tile(problem.bm, **(tuned or rule))
     columns = min(problem.columns, WIDE_COLUMNS) if problem.float32 else problem.columns
     tile = replace(tile, bk=min(tile.bk, columns))
+    if problem.in_parts and tile.bm == WIDE_TOKENS:
+        tile = replace(tile, stages=2)  # three spill on sm_80 by Triton 3.6
     return tile if tuned else replace(tile, split=_parts(chip, problem, tile))
 
 
