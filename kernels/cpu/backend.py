@@ -132,7 +132,8 @@ def moe(
         return moe(x.float(), ids, weights, gate_up, down, activation, gate_up_bias, down_bias, act).to(x.dtype)
     if not gate_up_place or not down_place or dtype is None:
         return torch_backend.moe(x, ids, weights, gate_up, down, activation, gate_up_bias, down_bias)
-    x, ids, weights, out = x.contiguous(), ids.contiguous(), weights.contiguous(), torch.empty_like(x)
+    x, ids, weights = x.contiguous(), ids.contiguous(), weights.contiguous()
+    out = torch.empty_like(x)
     first, first_dtype, _first = _bias(gate_up_bias)
     second, second_dtype, _second = _bias(down_bias)
     _check(_moe(

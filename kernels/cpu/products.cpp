@@ -86,8 +86,8 @@ void linear_part(const Packed& packed, const Linear& part, int64_t first, int64_
 }
 
 bool packed_alike(const tp_weight& a, const tp_weight& b) {
-  return a.k == b.k && a.format == b.format && a.block_columns == b.block_columns && a.scale_type == b.scale_type &&
-         a.act == b.act;
+  return a.k == b.k && a.format == b.format && a.block_rows == b.block_rows && a.block_columns == b.block_columns &&
+         a.scale_type == b.scale_type && a.act == b.act;
 }
 
 void linears_packed_alike(const Linear* parts, int64_t count, const void* x, int64_t tokens, int32_t dtype) {

@@ -324,11 +324,12 @@ def grouped_matmul(
         expert = tl.full((), 0, tl.int64)
         entries = tile_m * BM + tl.arange(0, BM)
         valid = entries < pairs
-    if GATHER or SCATTER:
+    if GATHER:
         pair = tl.load(order + entries, mask=valid, other=0)
+        token = (pair // x_per_row).to(tl.int64)
     else:
         pair = entries
-    token = (pair // x_per_row).to(tl.int64) if GATHER else entries.to(tl.int64)
+        token = entries.to(tl.int64)
     rows = _weight_rows(tile_n, N // 2, BN, GATED)
     w += expert * w_expert * ALIGN
     if ACT is not None:
@@ -359,6 +360,8 @@ def grouped_matmul(
     elif ACT is None and (FMT == "mxfp4" or FMT == "nvfp4"):
         if WAY == "pairs" or (WAY == "float32" and DOT != tl.float16):
             acc *= UNDO_OFFSET
+    if SCATTER and not GATHER:
+        pair = tl.load(order + entries, mask=valid, other=0)  # no sooner: it takes registers
     out_rows = pair if SCATTER else entries
     if SPLIT > 1:
         out += tl.program_id(1).to(tl.int64) * out_split

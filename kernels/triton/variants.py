@@ -63,15 +63,15 @@ def compiled(chip_name: str, variant_name: str) -> Compiled:
 
 
 def matmuls(chip: Chip, formats: tuple[str, ...] = PACKED, tokens: tuple[int, ...] = TOKENS) -> list[Variant]:
-    """gate_up of every format by every tile of the rule."""
-    return [gate_up(chip, fmt, bm) for fmt in formats for bm in tokens]
+    """Both products of experts, of every format by every tile of the rule."""
+    return [make(chip, fmt, bm) for make in (gate_up, down) for fmt in formats for bm in tokens]
 
 
 def quantized(chip: Chip) -> list[Variant]:
-    """gate_up with activations in few bits, and what makes these, where the chip has instructions for them."""
+    """Both products of experts with activations in few bits, and what makes these, where the chip has instructions for them."""
     found = []
     for act in chip.acts:
-        found += [gate_up(chip, ACTS[act], bm, act=act) for bm in TOKENS]
+        found += [make(chip, ACTS[act], bm, act=act) for make in (gate_up, down) for bm in TOKENS]
         found.append(Variant(f"quantize {act}", quantizing(_meta(1, HIDDEN), act)[1]))
     return found
 
@@ -85,12 +85,18 @@ def gate_up(
     return _variant(chip, name, x, w, out, Epilogue(activation=Swiglu()), act, gather=TOP_K)
 
 
+def down(chip: Chip, fmt: str, bm: int, act: str | None = None) -> Variant:
+    """With biases and routing weights, and its rows put where their pairs are."""
+    w, pairs = _experts(fmt, HIDDEN, INTERMEDIATE, (HIDDEN,)), bm * EXPERTS
+    epilogue = Epilogue(_meta(EXPERTS, HIDDEN), _meta(pairs, dtype=torch.float32))
+    name = f"down {act} x {fmt} {bm}" if act else f"down {fmt} {bm}"
+    return _variant(chip, name, _meta(pairs, INTERMEDIATE), w, _meta(pairs, HIDDEN), epilogue, act, scatter=True)
+
+
 def others(chip: Chip) -> list[Variant]:
-    """What is not a gate_up: products as decoding one token has them, and kernels without a matrix instruction."""
-    w = _experts("mxfp4", HIDDEN, INTERMEDIATE, (HIDDEN,))
+    """What is not a product of experts: a linear as decoding one token has it, heads, and kernels without a matrix
+    instruction."""
     pieces = _meta(TOP_K, HIDDEN)
-    second = Epilogue(_meta(EXPERTS, HIDDEN), _meta(TOP_K, dtype=torch.float32))
-    down = _variant(chip, "down mxfp4 16", _meta(TOP_K, INTERMEDIATE), w, pieces, second, scatter=True)
     matrix = operand(PackedTensor.empty(FORMATS["fp8"], (576, 7168), (576,), "meta"))
     tile = tile_for(chip, problem_of(matrix, 1, torch.bfloat16))
     linear, finish = product(chip, _meta(1, 7168), matrix, _meta(1, 576), tile, Epilogue())
@@ -99,7 +105,6 @@ def others(chip: Chip) -> list[Variant]:
     grouped = Moe(256, 8, 2048, Router("sigmoid", correction=True, groups=8, top_groups=4))
     tiles = Tiles.empty(TOP_K, TOP_K, torch.device("meta"))
     return [
-        down,
         *heads,
         Variant("linear fp8 16", linear, tile),
         Variant("finish", finish),

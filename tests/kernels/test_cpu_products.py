@@ -315,3 +315,9 @@ def test_the_environment_forces_an_instruction_set():
     environment = {**os.environ, "TUTEL_PACK_ISA": "portable"}
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment, check=True)
     assert done.stdout == "portable\n"
+
+
+def test_tokens_side_by_side(isa):
+    """In memory, as a transposed tensor has them."""
+    x, *others = MoeCase(9, 3, 5, 96, 80).arguments("mxfp4", torch.float32)
+    assert torch.equal(isa.moe(x.T.contiguous().T, *others), isa.moe(x, *others))

@@ -9,6 +9,7 @@ import torch
 from tests.kernels.reference import ON_A_CPU, UNIT, random_packed
 from torch import Tensor
 
+from tutel_pack.formats import FORMATS, PackedTensor
 from tutel_pack.kernels.cpu import native
 from tutel_pack.kernels.ops import Dense, Experts, Grouped, Heads, Latent, Layer, Layout, Ops, PlacedLayer
 from tutel_pack.spec import ClampedSwiglu, Moe, Rope, Router, Swiglu
@@ -56,6 +57,18 @@ def test_linears(ops, tokens, biased, dtype):
     assert tokens == 0 or not torch.equal(got[0][:, :17], got[1])
     with pytest.raises(ValueError, match="cannot take"):
         ops.linears(normal(2, 95, dtype=dtype), parts)
+
+
+@pytest.mark.parametrize("tokens", [1, 6, 40])
+def test_linears_of_other_blocks(ops, tokens):
+    """Which want x packed in other ways: in blocks of rows, and a scale for each row."""
+    fp8, x = FORMATS["fp8"], normal(tokens, 128, dtype=torch.bfloat16)
+    parts = []
+    for rows, block in ((128, (128, 128)), (64, (1, 128)), (32, (32, 128)), (96, (128, 128))):
+        fmt, data = fp8.with_block(block), normal(rows, 128, seed=rows).to(torch.float8_e4m3fn)
+        scale = 0.5 + torch.rand(fmt.grid((rows,), 128), generator=torch.Generator().manual_seed(rows))
+        parts.append((PackedTensor(fmt, (rows, 128), (rows,), data, scale), None))
+    assert all(torch.equal(y, ops.linear(x, w)) for y, (w, _) in zip(ops.linears(x, parts), parts))
 
 
 HEADS = {

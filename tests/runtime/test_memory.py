@@ -49,8 +49,9 @@ def random_part(suffix: str, dtype: torch.dtype, shape: tuple[int, ...]) -> torc
     if suffix == SCALE:
         return torch.full(shape, 2.0**-7) if dtype == torch.float32 else torch.full(shape, 120, dtype=dtype)
     assert suffix == DATA
-    # Below 0x70, so that no code is e4m3's NaN.
-    return torch.randint(0, 0x70, shape, dtype=torch.uint8).view(dtype)
+    # Below 0x70, so that no code is e4m3's NaN; of both signs, or all tokens become alike and choose the same experts.
+    signs = torch.randint(0, 2, shape, dtype=torch.uint8) << 7
+    return (torch.randint(0, 0x70, shape, dtype=torch.uint8) | signs).view(dtype)
 
 
 def test_a_forward_pass_holds_the_artifact_and_500_mb_at_most(tmp_path):
