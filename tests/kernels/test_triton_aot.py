@@ -103,7 +103,8 @@ def check_conversions(chip: str, made: Compiled, variant: Variant) -> None:
     wanted = CONVERSIONS.get((chip, variant.launch.arguments["FMT"]))
     if wanted:
         found = sum(n for op, n in made.loop.items() if re.match(wanted, op))
-        assert found == variant.weights_of_a_thread(CHIPS[chip]) / 2
+        once = variant.weights_of_a_thread(CHIPS[chip]) / 2
+        assert found and found % once == 0  # more than once where warps share rows
     # AMD's matrix instructions must wait for what a vector unit wrote just before, and the compiler sees to it, but not
     # for inline assembly. (It gives decoded weights to shared memory, from where they are read.)
     assert not fed_by_inline_assembly(made.assembly)
