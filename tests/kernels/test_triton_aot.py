@@ -97,8 +97,8 @@ CONVERSIONS = {
     ("sm_100", "fp8"): r"F2FP\.BF16\.E4M3",
 }
 """Of a chip and a format: the instruction that makes two weights what is multiplied, or leads there."""
-if VERSION == "3.6":  # goes by float16, and by integers
-    CONVERSIONS |= {("sm_100", "fp8"): r"F2FP\.F16\.E4M3", ("gfx950", "fp8"): None}
+if VERSION == "3.6":  # by way of float16
+    CONVERSIONS["sm_100", "fp8"] = r"F2FP\.F16\.E4M3"
 
 
 def check_conversions(chip: str, made: Compiled, variant: Variant) -> None:
