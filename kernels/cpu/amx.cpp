@@ -262,11 +262,10 @@ struct Band {
   void start(int64_t row, int64_t count) {
     rows = count;
     data = w.data + row * w.w->row_bytes;
-    const bool by_row = w.has_scales_by_row();
     for (int64_t r = 0; r < count; r++) {
-      const bool next = row + r >= place.end;
-      if (next) place = w.place(row + r);
-      if (by_row || next) numbers = T::read(w, w.scale_row(place, row + r), scales + ++read % (BAND + 1) * scale_items);
+      if (w.go_to(row + r, place)) {
+        numbers = T::read(w, w.scale_row(place, row + r), scales + ++read % (BAND + 1) * scale_items);
+      }
       row_scales[r] = scales + read % (BAND + 1) * scale_items;
       factor[r] = numbers ? place.global : __builtin_nanf("");
     }

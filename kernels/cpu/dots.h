@@ -94,7 +94,6 @@ void dots(const Matrix& w, int64_t first, int64_t last, const void* const* xs, f
   typename F::Item* scales = scale_rows<F>(*w.w, R, scale_stride);
   Matrix::Place place[R] = {};
   Together<F, R, std::make_integer_sequence<int, M>> rows;
-  const bool by_row = w.has_scales_by_row();
   for (int64_t i = 0; i < apart; i++) {
     int64_t row[R];
 #pragma GCC unroll 4
@@ -103,9 +102,7 @@ void dots(const Matrix& w, int64_t first, int64_t last, const void* const* xs, f
       if (row[r] >= last) row[r] = last - 1;  // once more
       rows.data[r] = w.data + row[r] * w.w->row_bytes;
       rows.scales[r] = scales + r * scale_stride;
-      const bool next = row[r] >= place[r].end;
-      if (next) place[r] = w.place(row[r]);
-      if (by_row || next) F::read(w, w.scale_row(place[r], row[r]), scales + r * scale_stride);
+      if (w.go_to(row[r], place[r])) F::read(w, w.scale_row(place[r], row[r]), scales + r * scale_stride);
     }
     float products[R][M];
     rows.multiply(size, xs, products);

@@ -59,6 +59,13 @@ struct Matrix {
 
   bool has_scales_by_row() const { return w->block_rows == 1; }
 
+  // Goes on to a row: whether its scales are others than those of the row before.
+  bool go_to(int64_t row, Place& at) const {
+    const bool next = row >= at.end;
+    if (next) at = place(row);
+    return next || has_scales_by_row();
+  }
+
   int64_t scale_row(const Place& place, int64_t row) const {
     return place.grid_row + (has_scales_by_row() ? row - place.first : 0);
   }

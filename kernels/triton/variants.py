@@ -68,7 +68,8 @@ def matmuls(chip: Chip, formats: tuple[str, ...] = PACKED, tokens: tuple[int, ..
 
 
 def quantized(chip: Chip) -> list[Variant]:
-    """Both products of experts with activations in few bits, and what makes these, where the chip has instructions for them."""
+    """Both products of experts with activations in few bits, and what makes these, where the chip has instructions for
+    them."""
     found = []
     for act in chip.acts:
         found += [make(chip, ACTS[act], bm, act=act) for make in (gate_up, down) for bm in TOKENS]

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from tests.kernels.reference import decode64, linear64, random_packed, tokens_of_experts, tolerance, worst_tile
-from tests.kernels.test_cpu_products import DTYPES, MOE, isa, three_threads  # noqa: F401  its fixtures
+from tests.kernels.test_cpu_products import DTYPES, LINEAR, MOE, isa, three_threads  # noqa: F401  its fixtures
 from tests.kernels.test_fused import Attention, assert_close, by_parts, layer_of, normal
 from tests.kernels.test_products import CONTROLS, MoeCase, one_neighbours_scale, x_of
 from torch import Tensor
@@ -96,20 +96,12 @@ def test_the_activations_themselves(isa, fmt, dtype):
 
 
 PRODUCTS = {
-    # T, segments of N, K
-    "one token": (1, (17,), 96),
-    "ragged": (5, (17,), 96),  # a group of columns cut short, and rows that threads do not share evenly
-    "one row": (3, (1,), 160),
-    "many rows": (2, (576,), 160),
-    "gpt-oss's width": (2, (40,), 2880),
-    "a batch": (8, (33,), 256),
-    "more than a batch": (19, (70,), 288),
+    **LINEAR,
     "a block cut short": (3, (33,), 80),
     "many": (67, (90,), 160),
     "many, a block cut short": (20, (33,), 80),
     "many of gpt-oss's width": (40, (49,), 2880),
     "many of one row": (33, (1,), 96),
-    "two segments": (4, (130, 30), 160),
     "two segments, many": (37, (130, 30), 160),
 }
 

@@ -24,19 +24,24 @@ MORE = {
 CASES = {**HEADS, **MORE}
 
 
-def place(case: Attention, rows: int | None = None, damage: str = "") -> list[Tensor]:
-    """Run by a worker: turned [T, heads, D] and the pools. rows: of a program, fewer than the rule has."""
-    from tutel_pack.kernels.triton.heads import placing
-
-    how, slots, rotation = case.heads, case.layout.slots, case.rotation
-    if damage == "norms":
-        how = replace(how, q_norm=how.k_norm, k_norm=how.q_norm)
+def damaged(how, rotation: tuple, slots: Tensor, damage: str) -> tuple:
+    """(how, rotation, slots) with what is wrong."""
     if damage == "pairs":
         how = replace(how, interleaved=not how.interleaved)
     if damage == "angles":
         rotation = tuple(r.flip(0) for r in rotation)
     if damage == "slots":
         slots = slots.flip(0)
+    return how, rotation, slots
+
+
+def place(case: Attention, rows: int | None = None, damage: str = "") -> list[Tensor]:
+    """Run by a worker: turned [T, heads, D] and the pools. rows: of a program, fewer than the rule has."""
+    from tutel_pack.kernels.triton.heads import placing
+
+    how, rotation, slots = damaged(case.heads, case.rotation, case.layout.slots, damage)
+    if damage == "norms":
+        how = replace(how, q_norm=how.k_norm, k_norm=how.q_norm)
     pools = [pool.clone() for pool in case.pools]
     turned = torch.full((len(case.q), 4, 32), torch.nan, dtype=case.q.dtype)
     launch = placing(case.q, case.k, case.v, *pools, slots, rotation, how, turned)
@@ -201,17 +206,11 @@ def place_latents(case: Placed, damage: str = "") -> list[Tensor]:
     """Run by a worker."""
     from tutel_pack.kernels.triton.heads import placing_latents
 
-    how, slots, rotation, kv = case.how, case.slots, case.rotation, case.kv
+    (how, rotation, slots), kv = damaged(case.how, case.rotation, case.slots, damage), case.kv
     if damage == "norm":
         how = replace(how, kv_norm=how.kv_norm.flip(0))
     if damage == "epsilon":
         how = replace(how, eps=0.1)
-    if damage == "pairs":
-        how = replace(how, interleaved=not how.interleaved)
-    if damage == "angles":
-        rotation = tuple(r.flip(0) for r in rotation)
-    if damage == "slots":
-        slots = slots.flip(0)
     if damage == "parts":
         kv = kv.roll(1, 1)
     entries, turned = case.entries.clone(), torch.full(case.q.shape, torch.nan, dtype=case.q.dtype)
