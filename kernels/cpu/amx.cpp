@@ -1,6 +1,9 @@
 // Matrix products by AMX tiles. Rows of a weight are decoded, with their scales, to tiles of 16 rows × 32 bfloat16;
 // these are exact for FP4 formats (but for nvfp4's global factor, which is applied to the products) and rounded once for
 // the others. Vectors of x are the columns of the second operand, whose rows are pairs of columns of the weight.
+#include <algorithm>
+#include <type_traits>
+
 #include "avx512.h"
 #include "prefill.h"
 #include "products.h"
@@ -12,11 +15,15 @@ namespace {
 constexpr int TILE_ROWS = 16, STEP = 32;      // of a tile of weights: rows, and columns of bfloat16
 constexpr int TILE = TILE_ROWS * STEP;        // its items
 constexpr int64_t BAND = 2 * TILE_ROWS;       // rows worked on at a time
-constexpr int64_t CHUNK = 128;                // columns decoded at a time: 8 KB of tiles, a sixth of the first cache
+constexpr int64_t MOST = 48;                  // vectors whose sums fit into tiles at once
 
-// Tile registers: sums 0 … 3 (band half · 2 + vector half), weights 4 and 5, vectors 6 and 7. All have columns for the
-// same number of vectors, for another configuration takes as long as a dozen products: what a smaller block's tile has in
-// other columns are items behind the block's, and so are sums, which are not looked at.
+// Columns decoded at a time: 8 KB of tiles, a sixth of the first cache. More where sums are stored in between.
+int64_t columns_at_a_time(int64_t vectors) { return vectors <= MOST ? 128 : vectors <= 128 ? 256 : 512; }
+
+// Tile registers: sums 0 … 3 (band half · 2 + block of vectors), weights 4 and 5, vectors 6 and 7; of three blocks sums
+// 0 … 5 (band half · 3 + block), weights 6 and vectors 7. All have columns for the same number of vectors, for another
+// configuration takes as long as a dozen products: what a smaller block's tile has in other columns are items behind the
+// block's, and so are sums, which are not looked at.
 struct alignas(64) TileConfig {
   uint8_t palette = 1, start_row = 0, reserved[14] = {};
   uint16_t bytes[16] = {};
@@ -104,23 +111,41 @@ struct Unscaled : Bf16 {
   static void decode(__m512i raw, const Item*, __m512i (&out)[1]) { out[0] = raw; }
 };
 
-// Each 16-bit word holds four codes; word i of vector j is that of column 4 · i + j.
+// Each 16-bit word holds four codes; word i of vector j is that of column 4 · i + j. Words a byte further on have the
+// upper two where the others have the lower ones. Port 0 is what decoding waits for, so others do what they can: that
+// load instead of shifts, products instead of the others, and the look-up by bytes in spread().
 struct FourCodes {
-  static __m512i load(const uint8_t* p) { return _mm512_loadu_si512(p); }
-  static __m512i load_part(const uint8_t* p, int64_t n) { return _mm512_maskz_loadu_epi8(first_bytes(n), p); }
+  struct Raw {
+    __m512i low, high;
+  };
+  static Raw load(const uint8_t* p) { return {_mm512_loadu_si512(p), _mm512_loadu_si512(p + 1)}; }
+  static Raw load_part(const uint8_t* p, int64_t n) {
+    return {_mm512_maskz_loadu_epi8(first_bytes(n), p), _mm512_maskz_loadu_epi8(first_bytes(n - 1), p + 1)};
+  }
   static constexpr int column(int i) { return 4 * (i % 32) + i / 32; }
 };
 
-inline __m512i nibbles(__m512i raw, const uint16_t* table, int j) {
+inline __m512i nibbles(FourCodes::Raw raw, const uint16_t* table, int j) {
   const __m512i twice = _mm512_broadcast_i64x4(_mm256_load_si256(reinterpret_cast<const __m256i*>(table)));
-  return _mm512_permutexvar_epi16(_mm512_srli_epi16(raw, static_cast<unsigned>(4 * j)), twice);
+  const __m512i words = j < 2 ? raw.low : raw.high;
+  return _mm512_permutexvar_epi16(j % 2 ? _mm512_mulhi_epu16(words, _mm512_set1_epi16(1 << 12)) : words, twice);
 }
 
-// Word i of a vector has the columns of item i / per.
-inline __m512i spread(__m128i items, int per) {
-  const __m512i lane = _mm512_set_epi16(31, 30, 29, 28, 27, 26, 25, 24, 23, 22, 21, 20, 19, 18, 17, 16, 15, 14, 13, 12, 11,
-                                        10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
-  return _mm512_permutexvar_epi16(_mm512_srli_epi16(lane, per == 8 ? 3 : 2), _mm512_castsi128_si512(items));
+// Word i of a vector has item i / PER; 16 bytes of items are read.
+template <int PER>
+struct WordItems {
+  alignas(64) uint8_t byte[64];
+
+  constexpr WordItems() : byte() {
+    for (int i = 0; i < 64; i++) byte[i] = static_cast<uint8_t>(i / 2 / PER * 2 + i % 2);
+  }
+};
+
+template <int PER>
+inline __m512i spread(const uint16_t* items) {
+  static constexpr WordItems<PER> which;
+  const __m512i in_each_lane = _mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(items)));
+  return _mm512_shuffle_epi8(in_each_lane, _mm512_load_si512(which.byte));
 }
 
 // mxfp4: powers of two go into the exponents. The table holds elements times 2^125, from which a saturating subtraction
@@ -130,25 +155,29 @@ struct Exponents : Nibbles<E2m1Table, 32>, FourCodes {
   using FourCodes::column;
   using FourCodes::load;
   using FourCodes::load_part;
+  using FourCodes::Raw;
 
   static bool read(const Matrix& w, int64_t grid_row, Item* out) {
     const int64_t n = w.w->grid_columns;
     const uint8_t* codes = w.scale + grid_row * n;
-    __mmask32 nan = 0;
-    for (int64_t i = 0; i < n; i += 32) {
-      const __mmask32 left = static_cast<__mmask32>(first_bytes(n - i));
-      __m256i code = _mm256_maskz_loadu_epi8(left, codes + i);
-      nan |= _mm256_cmpeq_epi8_mask(code, _mm256_set1_epi8(-1));
-      code = _mm256_min_epu8(_mm256_max_epu8(code, _mm256_set1_epi8(2)), _mm256_set1_epi8(static_cast<char>(252)));
-      _mm512_storeu_si512(out + i, _mm512_slli_epi16(_mm512_sub_epi16(_mm512_set1_epi16(252), _mm512_cvtepu8_epi16(code)), 7));
+    __mmask64 nan = 0;
+    for (int64_t i = 0; i < n; i += 64) {
+      const __m512i code = _mm512_maskz_loadu_epi8(first_bytes(n - i), codes + i);
+      nan |= _mm512_cmpeq_epi8_mask(code, _mm512_set1_epi8(-1));
+      // 252 less the code, as if it were at least 2 and at most 252.
+      const __m512i less = _mm512_min_epu8(_mm512_subs_epu8(_mm512_set1_epi8(static_cast<char>(252)), code),
+                                           _mm512_set1_epi8(static_cast<char>(250)));
+      const __m256i low = _mm512_castsi512_si256(less), high = _mm512_extracti64x4_epi64(less, 1);
+      _mm512_storeu_si512(out + i, _mm512_slli_epi16(_mm512_cvtepu8_epi16(low), 7));
+      _mm512_storeu_si512(out + i + 32, _mm512_slli_epi16(_mm512_cvtepu8_epi16(high), 7));
     }
     return !nan;
   }
 
-  static void decode(__m512i raw, const Item* scales, __m512i (&out)[4]) {
+  static void decode(Raw raw, const Item* scales, __m512i (&out)[4]) {
     alignas(32) static constexpr uint16_t large[16] = {0x0000, 0x7d80, 0x7e00, 0x7e40, 0x7e80, 0x7ec0, 0x7f00, 0x7f40,
                                                        0x0000, 0xfd80, 0xfe00, 0xfe40, 0xfe80, 0xfec0, 0xff00, 0xff40};
-    const __m512i less = spread(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(scales)), 8);
+    const __m512i less = spread<8>(scales);
 #pragma GCC unroll 4
     for (int j = 0; j < 4; j++) out[j] = _mm512_subs_epu16(nibbles(raw, large, j), less);
   }
@@ -162,6 +191,7 @@ struct Significands : Nibbles<E2m1Table, 16>, FourCodes {
   using FourCodes::column;
   using FourCodes::load;
   using FourCodes::load_part;
+  using FourCodes::Raw;
   static constexpr int BIAS = 200 << 7;
 
   // What is subtracted for elements that are powers of two, and for the others; everything where the scale is zero.
@@ -199,11 +229,10 @@ struct Significands : Nibbles<E2m1Table, 16>, FourCodes {
     return !nan;
   }
 
-  static void decode(__m512i raw, const Item* scales, __m512i (&out)[4]) {
+  static void decode(Raw raw, const Item* scales, __m512i (&out)[4]) {
     alignas(32) static constexpr uint16_t powers[16] = {0x0000, 0x6380, 0x6400, 0x6401, 0x6480, 0x6481, 0x6500, 0x6501,
                                                         0x0000, 0xe380, 0xe400, 0xe401, 0xe480, 0xe481, 0xe500, 0xe501};
-    const __m512i less = spread(_mm_loadu_si128(reinterpret_cast<const __m128i*>(scales)), 4);
-    const __m512i less_more = spread(_mm_loadu_si128(reinterpret_cast<const __m128i*>(scales + 8)), 4);
+    const __m512i less = spread<4>(scales), less_more = spread<4>(scales + 8);
 #pragma GCC unroll 4
     for (int j = 0; j < 4; j++) {
       const __m512i power = nibbles(raw, powers, j);
@@ -274,23 +303,22 @@ struct Band {
 
   // Tiles of groups first … last − 1, those of a step for both halves of the band side by side.
   void decode(int64_t first, int64_t last) const {
-    // The same columns of the next chunk, or the first ones of the next band.
-    const int64_t ahead = last == groups_ ? BAND * w.w->row_bytes - first * T::bytes : (last - first) * T::bytes;
     for (int64_t g = first; g < last; g++) {
       uint16_t* out = tiles + (g - first) * T::vectors * 2 * TILE;
       const int64_t left = size - g * T::bytes;
-      if (left > T::bytes) decode_group(g, ahead, out, [](const uint8_t* p) { return T::load(p); });
-      else decode_group(g, ahead, out, [left](const uint8_t* p) { return T::load_part(p, left); });
+      if (left > T::bytes) decode_group(g, out, [](const uint8_t* p) { return T::load(p); });
+      else decode_group(g, out, [left](const uint8_t* p) { return T::load_part(p, left); });
     }
   }
 
  private:
-  // A group's columns of all rows, which are rows of tiles.
+  // A group's columns of all rows, which are rows of tiles. As much of the next band is fetched meanwhile, in the order
+  // of memory: products wait for vectors from the second cache and leave no room for that.
   template <class Load>
-  void decode_group(int64_t g, int64_t ahead, uint16_t* out, Load&& load) const {
-    const uint8_t* p = data + g * T::bytes;
+  void decode_group(int64_t g, uint16_t* out, Load&& load) const {
+    const uint8_t *p = data + g * T::bytes, *soon = data + BAND * (w.w->row_bytes + g * T::bytes);
     for (int64_t r = 0; r < rows; r++, p += w.w->row_bytes, out += STEP) {
-      __builtin_prefetch(p + ahead);
+      __builtin_prefetch(soon + r * T::bytes, 0, 2);
       __m512i words[T::vectors];
       T::decode(load(p), row_scales[r] + g * ITEMS<T>, words);
 #pragma GCC unroll 4
@@ -299,16 +327,38 @@ struct Band {
   }
 };
 
-template <bool TWO>
-void multiply(const uint16_t* tiles, int64_t steps, const uint16_t* x0, int64_t c0, const uint16_t* x1, int64_t c1) {
+// x: blocks of 16 vectors, but that the last one has `last`. STREAM: they are too many to stay in the first cache.
+template <int BLOCKS, bool STREAM>
+void multiply(const uint16_t* tiles, int64_t steps, const uint16_t* const (&x)[BLOCKS], int64_t last) {
+  const int narrow = static_cast<int>(4 * last);
   for (int64_t s = 0; s < steps; s++, tiles += 2 * TILE) {
-    _tile_loadd(6, x0 + s * STEP * c0, static_cast<int>(4 * c0));
-    _tile_loadd(4, tiles, 64);
-    _tile_dpbf16ps(0, 4, 6);
-    _tile_loadd(5, tiles + TILE, 64);
-    _tile_dpbf16ps(2, 5, 6);
-    if (TWO) {
-      _tile_loadd(7, x1 + s * STEP * c1, static_cast<int>(4 * c1));
+    const uint16_t *first = x[0] + s * STEP * (BLOCKS == 1 ? last : BLOCK), *end = x[BLOCKS - 1] + s * STEP * last;
+    if constexpr (BLOCKS == 3) {
+      const uint16_t* middle = x[1] + s * STEP * BLOCK;
+      _tile_loadd(6, tiles, 64);
+      _tile_loadd(7, first, 64);
+      _tile_dpbf16ps(0, 6, 7);
+      _tile_loadd(7, middle, 64);
+      _tile_dpbf16ps(1, 6, 7);
+      _tile_loadd(7, end, narrow);
+      _tile_dpbf16ps(2, 6, 7);
+      _tile_loadd(6, tiles + TILE, 64);
+      _tile_dpbf16ps(5, 6, 7);
+      _tile_loadd(7, middle, 64);
+      _tile_dpbf16ps(4, 6, 7);
+      _tile_loadd(7, first, 64);
+      _tile_dpbf16ps(3, 6, 7);
+    } else {
+      if (BLOCKS == 1) _tile_loadd(6, end, narrow);
+      else if (STREAM) _tile_stream_loadd(6, first, 64);
+      else _tile_loadd(6, first, 64);
+      _tile_loadd(4, tiles, 64);
+      _tile_dpbf16ps(0, 4, 6);
+      _tile_loadd(5, tiles + TILE, 64);
+      _tile_dpbf16ps(2, 5, 6);
+      if (BLOCKS == 1) continue;
+      if (STREAM && last == BLOCK) _tile_stream_loadd(7, end, 64);
+      else _tile_loadd(7, end, narrow);
       _tile_dpbf16ps(1, 4, 7);
       _tile_dpbf16ps(3, 5, 7);
     }
@@ -329,37 +379,65 @@ void store_sums(const float* sums, int64_t rows, int64_t vectors, const float* f
   }
 }
 
-// Sums of a pair of blocks are on their way between chunks: [4 tiles][16 rows][16 vectors].
-constexpr int64_t SUMS = 4 * 256;
+// Sums of two blocks are on their way between chunks: [4 tiles][16 rows][16 vectors]; those of three, the last or only
+// ones, have 6 tiles.
+constexpr int64_t SUMS = 4 * 256, MOST_SUMS = 6 * 256;
 
-inline void load_sums(const float* sums) {
+template <int BLOCKS>
+void load_sums(const float* sums) {
   _tile_loadd(0, sums, 64);
   _tile_loadd(1, sums + 256, 64);
   _tile_loadd(2, sums + 512, 64);
   _tile_loadd(3, sums + 768, 64);
+  if (BLOCKS < 3) return;
+  _tile_loadd(4, sums + 1024, 64);
+  _tile_loadd(5, sums + 1280, 64);
 }
 
-inline void clear_sums() {
+template <int BLOCKS>
+void clear_sums() {
   _tile_zero(0);
   _tile_zero(1);
   _tile_zero(2);
   _tile_zero(3);
+  if (BLOCKS < 3) return;
+  _tile_zero(4);
+  _tile_zero(5);
 }
 
-inline void save_sums(float* sums) {
+template <int BLOCKS>
+void save_sums(float* sums) {
   _tile_stored(0, sums, 64);
   _tile_stored(1, sums + 256, 64);
   _tile_stored(2, sums + 512, 64);
   _tile_stored(3, sums + 768, 64);
+  if (BLOCKS == 3) {
+    _tile_stored(4, sums + 1024, 64);
+    _tile_stored(5, sums + 1280, 64);
+  }
   asm volatile("" ::: "memory");
 }
 
-void store_products(const float* sums, const float* factor, int64_t rows, int64_t c0, int64_t c1, float* out, int64_t stride) {
+template <int BLOCKS>
+void store_products(const float* sums, const float* factor, int64_t rows, int64_t last, float* out, int64_t stride) {
   for (int64_t half = 0; half < 2 && half * TILE_ROWS < rows; half++) {
     const int64_t left = rows - half * TILE_ROWS, n = left < TILE_ROWS ? left : TILE_ROWS;
-    const float *from = sums + half * 512, *factors = factor + half * TILE_ROWS;
-    store_sums(from, n, c0, factors, out + half * TILE_ROWS, stride);
-    if (c1) store_sums(from + 256, n, c1, factors, out + half * TILE_ROWS + 16 * stride, stride);
+    for (int64_t b = 0; b < BLOCKS; b++) {
+      const float* from = sums + (half * (BLOCKS == 3 ? 3 : 2) + b) * 256;
+      float* to = out + half * TILE_ROWS + b * BLOCK * stride;
+      store_sums(from, n, b == BLOCKS - 1 ? last : BLOCK, factor + half * TILE_ROWS, to, stride);
+    }
+  }
+}
+
+// Calls f(number of blocks, first vector, vectors of the last block): of two blocks at a time, of three at the end.
+template <class F>
+void for_blocks(int64_t vectors, F&& f) {
+  for (int64_t v = 0; v < vectors; v += PAIR) {
+    const int64_t left = vectors - v;
+    if (left > PAIR && left <= MOST) return f(std::integral_constant<int, 3>{}, v, left - PAIR);
+    if (left > BLOCK) f(std::integral_constant<int, 2>{}, v, std::min(left - BLOCK, BLOCK));
+    else f(std::integral_constant<int, 1>{}, v, left);
   }
 }
 
@@ -367,28 +445,30 @@ template <class T>
 void products(const Matrix& w, int64_t first, int64_t last, const uint16_t* packed, int64_t vectors, float* out,
               int64_t stride) {
   const int64_t all = groups<typename T::F>(*w.w), padded = all * T::group;
-  const int64_t wide = vectors <= PAIR ? CHUNK : 2 * CHUNK;  // where sums are stored in between, less often
-  const int64_t chunk = wide / T::group < all ? wide / T::group : all;
+  const int64_t chunk = std::min(columns_at_a_time(vectors) / T::group, all);
   Band<T> band(w, chunk);
-  float* sums = static_cast<float*>(scratch(SLOT_SUMS, ceil_div(vectors, PAIR) * SUMS * sizeof(float)));
-  TileConfig(vectors < TILE_ROWS ? vectors : TILE_ROWS).load();
+  float* sums = static_cast<float*>(scratch(SLOT_SUMS, (ceil_div(vectors, PAIR) * SUMS + MOST_SUMS) * sizeof(float)));
+  TileConfig(std::min<int64_t>(vectors, TILE_ROWS)).load();
   for (int64_t row = first; row < last; row += BAND) {
-    band.start(row, last - row < BAND ? last - row : BAND);
+    band.start(row, std::min(last - row, BAND));
     for (int64_t g = 0; g < all; g += chunk) {
-      const int64_t end = g + chunk < all ? g + chunk : all, steps = (end - g) * T::vectors;
+      const int64_t end = std::min(g + chunk, all), steps = (end - g) * T::vectors;
       band.decode(g, end);
       asm volatile("" ::: "memory");
-      for (int64_t v = 0; v < vectors; v += PAIR) {
-        const int64_t left = vectors - v, c0 = left < 16 ? left : 16, c1 = left < 32 ? left - c0 : 16;
+      for_blocks(vectors, [&](auto blocks, int64_t v, int64_t narrow) {
+        constexpr int N = blocks();
+        const uint16_t* x[N];
+        for (int b = 0; b < N; b++) {
+          x[b] = packed + (v + b * BLOCK) * padded + g * T::group * (b == N - 1 ? narrow : BLOCK);
+        }
         float* kept = sums + v / PAIR * SUMS;
-        if (g == 0) clear_sums();
-        else if (vectors > PAIR) load_sums(kept);
-        const uint16_t *x0 = packed + v * padded + g * T::group * c0, *x1 = packed + (v + 16) * padded + g * T::group * c1;
-        if (c1) multiply<true>(band.tiles, steps, x0, c0, x1, c1);
-        else multiply<false>(band.tiles, steps, x0, c0, nullptr, 0);
-        if (end == all || vectors > PAIR) save_sums(kept);
-        if (end == all) store_products(kept, band.factor, band.rows, c0, c1, out + v * stride + row - first, stride);
-      }
+        if (g == 0) clear_sums<N>();
+        else if (vectors > MOST) load_sums<N>(kept);
+        if (vectors > MOST) multiply<N, true>(band.tiles, steps, x, narrow);
+        else multiply<N, false>(band.tiles, steps, x, narrow);
+        if (end == all || vectors > MOST) save_sums<N>(kept);
+        if (end == all) store_products<N>(kept, band.factor, band.rows, narrow, out + v * stride + row - first, stride);
+      });
     }
   }
   _tile_release();

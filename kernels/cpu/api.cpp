@@ -104,7 +104,7 @@ using namespace tp;
 
 extern "C" {
 
-int32_t tp_interface() { return 6; }
+int32_t tp_interface() { return 7; }
 
 int32_t tp_select(const char* name) {
   const Available& all = available();
@@ -157,6 +157,14 @@ int32_t tp_rms_norm(const void* x, int64_t rows, int64_t n, int32_t dtype, const
                     float eps, void* out) {
   return guarded([&] {
     rms_norm(x, rows, n, dtype, {weight, weight_dtype}, eps, out);
+    return TP_OK;
+  });
+}
+
+int32_t tp_add_norm(const void* x, const void* added, int64_t rows, int64_t n, int32_t dtype, const void* weight,
+                    int32_t weight_dtype, float eps, void* total, void* out) {
+  return guarded([&] {
+    add_norm(x, added, rows, n, dtype, {weight, weight_dtype}, eps, total, out);
     return TP_OK;
   });
 }

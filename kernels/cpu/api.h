@@ -37,9 +37,11 @@ int32_t tp_moe(const tp_weight* gate_up, const tp_weight* down, const void* x, c
 int32_t tp_linears(int64_t count, const tp_weight* const* ws, const void* x, int64_t tokens, int32_t dtype,
                    const void* const* biases, int32_t bias_dtype, void* out);
 
-// See Ops.rms_norm, Ops.route and Ops.attend; x and out [rows, n] of dtype.
+// See Ops.rms_norm, Ops.add_norm, Ops.route and Ops.attend; x, added, total and out [rows, n] of dtype.
 int32_t tp_rms_norm(const void* x, int64_t rows, int64_t n, int32_t dtype, const void* weight, int32_t weight_dtype,
                     float eps, void* out);
+int32_t tp_add_norm(const void* x, const void* added, int64_t rows, int64_t n, int32_t dtype, const void* weight,
+                    int32_t weight_dtype, float eps, void* total, void* out);
 int32_t tp_route(const tp_router* router, const float* logits, int64_t tokens, int64_t* ids, float* weights);
 int32_t tp_place_heads(const tp_heads* heads, int64_t tokens, const void* q, const void* k, const void* v,
                        const float* cosines, const float* sines, const int64_t* slots, void* q_out, void* keys,

@@ -45,7 +45,8 @@ from tutel_pack.spec import ClampedSwiglu, Moe, Swiglu
 _library = native.library()
 _linear, _linears, _moe = _library.tp_linear, _library.tp_linears, _library.tp_moe
 _dense, _routed = _library.tp_dense_step, _library.tp_routed
-_rms_norm, _route, _place_heads = _library.tp_rms_norm, _library.tp_route, _library.tp_place_heads
+_rms_norm, _add_norm = _library.tp_rms_norm, _library.tp_add_norm
+_route, _place_heads = _library.tp_route, _library.tp_place_heads
 _attend, _attend_latents, _prefill = _library.tp_attend, _library.tp_attend_latents, _library.tp_prefill
 _layers_step = _library.tp_layers
 
@@ -177,6 +178,20 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         x.data_ptr(), x.numel() // n, n, dtype, weight.data_ptr(), weight_dtype, eps, out.data_ptr()
     ))  # fmt: skip
     return out
+
+
+def add_norm(x: Tensor, added: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    dtype, weight_dtype = _DTYPES.get(x.dtype), _DTYPES.get(weight.dtype)
+    if dtype is None or weight_dtype is None or added.dtype != x.dtype:
+        total = x + added
+        return total, rms_norm(total, weight, eps)
+    x, added, weight = x.contiguous(), added.contiguous(), weight.contiguous()
+    total, out, n = torch.empty_like(x), torch.empty_like(x), weight.shape[0]
+    _check(_add_norm(
+        x.data_ptr(), added.data_ptr(), x.numel() // n, n, dtype, weight.data_ptr(), weight_dtype, eps,
+        total.data_ptr(), out.data_ptr(),
+    ))  # fmt: skip
+    return total, out
 
 
 def route(logits: Tensor, spec: Moe, correction: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -37,16 +37,16 @@ bool Moe::sort(const int64_t* ids, int64_t tokens, int64_t k) {
   return true;
 }
 
-// Calls work(part) for this member's share of `rows` rows of every run, in the order of memory. Shares cost the same.
+// Calls work(part) for a share of `rows` rows of every run, in the order of memory. Shares cost the same.
 template <class Work>
-void Moe::for_parts(const Member& me, int64_t rows, Work&& work) const {
+void Moe::for_parts(const Member& share, int64_t rows, Work&& work) const {
   int64_t total = 0;
   for (const Run& run : runs_) total += (DECODING + run.count) * rows;
-  const int64_t begin = total * me.index / me.count, end = total * (me.index + 1) / me.count;
+  const int64_t begin = total * share.index / share.count, end = total * (share.index + 1) / share.count;
   int64_t start = 0;
   for (const Run& run : runs_) {
     const int64_t cost = DECODING + run.count;
-    // The same cost always gives the same row, so that one member's last row is before the next one's first.
+    // The same cost always gives the same row, so that one share's last row is before the next one's first.
     const auto row = [&](int64_t at) {
       const int64_t r = (std::clamp<int64_t>(at - start, 0, cost * rows) / cost + GRAIN - 1) / GRAIN * GRAIN;
       return std::min(rows, r);
@@ -110,6 +110,7 @@ bool Moe::run(const void* x, const int64_t* ids, const float* weights, int64_t t
   void* inner = scratch(SLOT_INNER, (slots * i + 1) * item_bytes(inner_dtype));
   float* pieces = static_cast<float*>(scratch(SLOT_PIECES, (slots * std::min(tile, h) + 1) * sizeof(float)));
 
+  Shares shares;
   tp::run([&](const Member& me) {
     if (tiles) {
       pack_runs(me, packed, dtype, [&](int64_t p) { return at(x, dtype, token_of_[p] * h); });
@@ -119,14 +120,20 @@ bool Moe::run(const void* x, const int64_t* ids, const float* weights, int64_t t
       packed.pack(first, last, dtype, [&](int64_t t) { return at(x, dtype, t * h); });
     }
     me.barrier();
-    for_parts(me, i, [&](const Part& part) { gate_and_up(part, packed, inner_dtype, inner); });
+    shares.take(me, [&](const Member& share) {
+      for_parts(share, i, [&](const Part& part) { gate_and_up(part, packed, inner_dtype, inner); });
+    });
     me.barrier();
+    shares.renew(me);
     pack_runs(me, packed_inner, inner_dtype, [&](int64_t p) { return at(inner, inner_dtype, p * i); });
     for (int64_t row = 0; row < h; row += tile) {
       const int64_t rows = std::min(tile, h - row);
       me.barrier();
-      for_parts(me, rows, [&](const Part& part) { down(part, packed_inner, row, rows, pieces); });
+      shares.take(me, [&](const Member& share) {
+        for_parts(share, rows, [&](const Part& part) { down(part, packed_inner, row, rows, pieces); });
+      });
       me.barrier();
+      shares.renew(me);
       sum(me, pieces, row, rows, rows, weights, dtype, out);
     }
   });

@@ -21,7 +21,7 @@ from tutel_pack.spec import Moe
 LIBRARY = Path(os.environ.get("TUTEL_PACK_CPU_LIBRARY") or Path(__file__).resolve().parent / "libtutel_pack_cpu.so")
 """What the package's build makes where there is a compiler."""
 
-_INTERFACE = 6
+_INTERFACE = 7
 
 _BYTES, _P, _I32, _I64, _F32 = ctypes.c_char_p, ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_float
 _FUNCTIONS = {
@@ -35,6 +35,7 @@ _FUNCTIONS = {
     "tp_moe": (_I32, (_P, _P, _P, _P, _P, _I64, _I64, _I32, _F32, _F32, _F32, _P, _I32, _P, _I32, _P)),
     "tp_linears": (_I32, (_I64, _P, _P, _I64, _I32, _P, _I32, _P)),
     "tp_rms_norm": (_I32, (_P, _I64, _I64, _I32, _P, _I32, _F32, _P)),
+    "tp_add_norm": (_I32, (_P, _P, _I64, _I64, _I32, _P, _I32, _F32, _P, _P)),
     "tp_route": (_I32, (_P, _P, _I64, _P, _P)),
     "tp_place_heads": (_I32, (_P, _I64, _P, _P, _P, _P, _P, _P, _P, _P, _P)),
     "tp_attend": (_I32, (_P, _P, _P, _P, _P, _P)),

@@ -94,17 +94,21 @@ void linears_packed_alike(const Linear* parts, int64_t count, const void* x, int
   const tp_weight& w = *parts->w;
   const Packed packed(w, tokens, tiles_pay(w, tokens) && tiles_are_right(w, x, dtype, tokens * w.k), SLOT_PACKED);
   const int64_t step = tokens_at_a_time(w);
+  Shares shares;
   run([&](const Member& me) {
     int64_t first, last;
     me.share(tokens, BLOCK, first, last);
     packed.pack(first, last, dtype, [&](int64_t t) { return at(x, dtype, t * w.k); });
     me.barrier();
-    for (int64_t i = 0; i < count; i++) {
-      me.share(parts[i].w->n, BLOCK, first, last);
-      for (int64_t t = 0; t < tokens; t += step) {
-        linear_part(packed, parts[i], first, last, t, std::min(step, tokens - t), dtype);
+    shares.take(me, [&](const Member& share) {
+      for (int64_t i = 0; i < count; i++) {
+        int64_t begin, end;
+        share.share(parts[i].w->n, BLOCK, begin, end);
+        for (int64_t t = 0; t < tokens; t += step) {
+          linear_part(packed, parts[i], begin, end, t, std::min(step, tokens - t), dtype);
+        }
       }
-    }
+    });
   });
 }
 

@@ -153,6 +153,18 @@ void rms_norm(const void* x, int64_t rows, int64_t n, int32_t dtype, tp_vector w
   for_each(rows, n, [&](int64_t i) { norm_row(at(x, dtype, i * n), n, dtype, weight, eps, at(out, dtype, i * n)); });
 }
 
+void add_norm(const void* x, const void* added, int64_t rows, int64_t n, int32_t dtype, tp_vector weight, float eps,
+              void* total, void* out) {
+  for_each(rows, n, [&](int64_t i) {
+    float *a = values_of(n), *b = a + n;
+    isa().load(at(x, dtype, i * n), dtype, a, n);
+    isa().load(at(added, dtype, i * n), dtype, b, n);
+    isa().add_scaled(a, b, 1.0f, n);
+    isa().store(a, dtype, at(total, dtype, i * n), n);
+    norm_row(at(total, dtype, i * n), n, dtype, weight, eps, at(out, dtype, i * n));
+  });
+}
+
 void swiglu(void* gate, const void* up, int64_t rows, int64_t n, int32_t dtype, Activation activation) {
   for_each(rows, n, [&](int64_t i) {
     float *g = values_of(n), *u = g + n;

@@ -1,5 +1,6 @@
 // A team of threads for short jobs that follow each other closely.
 #pragma once
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 
@@ -27,6 +28,27 @@ template <class Job>
 void run(Job&& job) {
   run([](void* context, const Member& me) { (*static_cast<Job*>(context))(me); }, &job);
 }
+
+// Equal shares of a job, of which a member takes the next one when it is done with one: processors are not always
+// equally fast.
+class Shares {
+ public:
+  // Calls work(share) with each share as if it were a member's.
+  template <class Work>
+  void take(const Member& me, Work&& work) {
+    const int shares = me.count == 1 ? 1 : EACH * me.count;
+    for (int share; (share = taken_.fetch_add(1, std::memory_order_relaxed)) < shares;) work(Member{share, shares});
+  }
+
+  // For the next job; all members call it, between two barriers.
+  void renew(const Member& me) {
+    if (me.index == 0) taken_.store(0, std::memory_order_relaxed);
+  }
+
+ private:
+  static constexpr int EACH = 4;
+  std::atomic<int> taken_{0};
+};
 
 // Memory of the calling thread, aligned to 64 bytes, whose content lasts until the same slot is asked for again.
 enum Slot {

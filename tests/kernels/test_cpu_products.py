@@ -69,6 +69,10 @@ LINEAR = {
     "a batch": (8, (33,), 256),
     "more than a batch": (19, (70,), 288),
     "two segments": (4, (130, 30), 160),
+    # Sums are kept between chunks of columns, those of three blocks of tokens at the end.
+    "three blocks": (48, (40,), 288),
+    "five blocks": (75, (33,), 544),
+    "ten blocks": (150, (33,), 1056),
 }
 
 
@@ -91,8 +95,8 @@ MOE = {
     # Most experts have no token, some have more than a pass over a weight takes.
     "128 experts": MoeCase(40, 8, 128, 96, 96),
     "384 experts": MoeCase(3, 6, 384, 96, 32),
-    # Tiles of 16 and of 32 tokens, whole ones and not.
-    "counts": MoeCase(90, 1, 6, 160, 288, [[e] for e, n in enumerate((1, 15, 16, 17, 33, 8)) for _ in range(n)]),
+    # Tiles of one, two and three blocks of 16 tokens, whole ones and not.
+    "counts": MoeCase(147, 1, 7, 160, 288, [[e] for e, n in enumerate((1, 15, 16, 17, 33, 8, 57)) for _ in range(n)]),
     "a hot expert of gpt-oss's width": MoeCase(37, 1, 2, 2880, 96, [[1]] * 37),
 }
 FORMATS_OF_EXPERTS = ["mxfp4", "nvfp4", "int4", "fp8", "bf16", "mxfp8"]

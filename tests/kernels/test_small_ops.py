@@ -53,6 +53,18 @@ def test_rms_norm(shape, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("rows", [7, 600], ids=["one thread", "all threads"])
+def test_rms_norm_of_a_sum(rows, dtype):
+    """Whose parts are rows apart; the norm is of the sum as it is rounded."""
+    whole, weight = x_of(rows, 250, dtype=dtype, scale=3), 1 + x_of(72, dtype=torch.bfloat16, scale=0.3)
+    x, added = whole[:, :72], whole[:, 100:172]
+    total, normed = OPS.add_norm(x, added, weight, 1e-5)
+    assert torch.equal(total, (x.double() + added.double()).to(dtype)) and not torch.equal(total, x)
+    assert torch.equal(normed, OPS.rms_norm(total, weight, 1e-5))
+    assert not torch.equal(normed, OPS.rms_norm(x, weight, 1e-5))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_swiglu(dtype):
     gate, up = x_of(7, 33, dtype=dtype, scale=4), x_of(7, 33, dtype=dtype)
     gate[0, :3] = torch.tensor([60.0, -60.0, 0.0])  # where the sigmoid is 1, vanishes, and is a half
