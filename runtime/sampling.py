@@ -88,11 +88,11 @@ class Sampler:
 def sample(logits: Tensor, samplers: Sequence[Sampler]) -> list[int]:
     """The next token of R sequences from their float32 logits [R, V]; −1 for a row without a finite maximum."""
     logits = _penalised(logits, samplers)
-    tokens = logits.argmax(-1)
+    best, tokens = logits.max(-1)
     drawn = [row for row, s in enumerate(samplers) if not s.params.greedy]
     if drawn:
         tokens[drawn] = _draw(logits[drawn], [samplers[row] for row in drawn])
-    tokens = torch.where(logits.amax(-1).isfinite(), tokens, -1).tolist()
+    tokens = torch.where(best.isfinite(), tokens, -1).tolist()
     for sampler, token in zip(samplers, tokens):
         if sampler.seen is not None and token >= 0:
             sampler.seen[token] = True
