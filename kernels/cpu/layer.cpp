@@ -74,21 +74,20 @@ void latent(const tp_placed_layer& placed, const Step& step, const void* x, void
   std::vector<char> room(tokens * (2 * rank + width + entry + made) * item_bytes(l.dtype));
   void *down = room.data(), *normed = at(down, l.dtype, tokens * rank), *q = at(normed, l.dtype, tokens * rank);
   void *kv = at(q, l.dtype, tokens * width), *heads = at(kv, l.dtype, tokens * entry);
-  const auto project = [&](int i, const void* from, void* to) {
-    linear(*g.weights[i], from, tokens, l.dtype, g.biases[i], to);
-  };
+  const auto part = [&](int i, void* to) { return Linear{g.weights[i], g.biases[i], to}; };
+  const auto project = [&](Linear one, const void* from) { linears(&one, 1, from, tokens, l.dtype); };
+  const Linear of_x[] = {g.weights[Q_DOWN] ? part(Q_DOWN, down) : part(Q_UP, q), part(KV_DOWN, kv)};
+  linears(of_x, 2, x, tokens, l.dtype);
   if (g.weights[Q_DOWN]) {
-    project(Q_DOWN, x, down);
     rms_norm(down, tokens, rank, l.dtype, g.q_norm, g.eps, normed);
+    project(part(Q_UP, q), normed);
   }
-  project(Q_UP, g.weights[Q_DOWN] ? normed : x, q);
-  project(KV_DOWN, x, kv);
   const Turn turn{l.shared, g.interleaved, placed.cosines, placed.sines, l.dtype};
   turn_ends(turn, tokens, l.heads, l.nope + l.shared, q);
   turn_ends(turn, tokens, 1, entry, kv);
   place_latents(l, tokens, kv, g.kv_norm, g.eps, step.slots, placed.pools[0]);
   latent_attention(l, step.layout, q, placed.pools[0], g.up, {}, heads);
-  project(OUTPUT, heads, out);
+  project(part(OUTPUT, out), heads);
 }
 
 }  // namespace
