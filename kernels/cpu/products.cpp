@@ -65,7 +65,7 @@ namespace {
 
 // Tokens whose packed vectors a core's second cache holds: all rows of a weight are multiplied with them before the next.
 int64_t tokens_at_a_time(const tp_weight& w) {
-  constexpr int64_t CACHED = 1 << 20, FEWEST = 256;  // for fewer, decoding the weight again and again would weigh
+  constexpr int64_t CACHED = 1 << 20, FEWEST = 128;  // for fewer, decoding the weight again and again would weigh
   return std::max(FEWEST, CACHED / (2 * w.k) / PAIR * PAIR);
 }
 
