@@ -21,14 +21,6 @@ COUNTS = json.loads((Path(__file__).parents[2] / "bench" / "kernels_aot.json").r
 
 SLACK = 1.03
 
-SPILLS = {
-    ("3.6", "sm_100", "down fp8 128"): 8,
-    ("3.6", "sm_100", "down nvfp4 x nvfp4 128"): 128,
-    ("3.6", "gfx950", "down mxfp8 x mxfp4 128"): 43,
-    ("3.9", "gfx950", "down mxfp8 x mxfp4 128"): 45,
-}
-"""Bytes (on AMD's chips, registers) that a version spills behind the sums of a tile, where none was found without."""
-
 UNITS = {"sm_80": "mma", "sm_90": "wgmma", "sm_100": "tcgen05", "gfx942": "mfma", "gfx950": "mfma"}
 
 QUICK = [
@@ -65,7 +57,7 @@ def results(request) -> dict[tuple[str, str], Future[Compiled]]:
 @pytest.mark.parametrize("chip, name", CASES)
 def test_machine_code(chip, name, results):
     made, variant, limits = results[chip, name].result(), VARIANTS[chip][name], CHIPS[chip]
-    assert made.spills == SPILLS.get((VERSION, chip, name), 0)
+    assert made.spills == 0
     assert made.shared <= limits.shared and 0 < made.registers <= limits.registers
     if variant.tile is None:
         check_unit(chip, name, made)
