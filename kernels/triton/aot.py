@@ -87,7 +87,8 @@ def _is_integer(op: str) -> bool:
 
 
 def compile_for(chip: Chip, launch: Launch) -> Compiled:
-    """Raises what the compiler raises."""
+    """Raises what the compiler raises. A process is to compile for one of AMD's chips only: Triton 3.6 converts fp8 as
+    the first of them does for all that follow."""
     types, constants, attributes = _signature(launch.kernel, launch.arguments)
     source = ASTSource(launch.kernel, types, constants, attributes)
     arch = int(chip.name.removeprefix("sm_")) if chip.vendor == "cuda" else chip.name

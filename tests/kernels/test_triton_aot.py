@@ -6,6 +6,7 @@ import json
 import multiprocessing
 import re
 from concurrent.futures import Future, ProcessPoolExecutor
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
@@ -47,11 +48,13 @@ CASES = [
 
 @pytest.fixture(scope="module")
 def results(request) -> dict[tuple[str, str], Future[Compiled]]:
-    """Of all cases that are to run, by two processes."""
+    """Of all cases that are to run, by a process for each chip: see `compile_for`."""
     items = [i for i in request.session.items if getattr(i, "originalname", "") == test_machine_code.__name__]
     wanted = dict.fromkeys((item.callspec.params["chip"], item.callspec.params["name"]) for item in items)
-    with ProcessPoolExecutor(2, multiprocessing.get_context("spawn")) as pool:
-        yield {case: pool.submit(compiled, *case) for case in wanted}
+    spawn = multiprocessing.get_context("spawn")
+    with ExitStack() as stack:
+        pools = {chip: stack.enter_context(ProcessPoolExecutor(1, spawn)) for chip in CHIPS}  # they start when asked
+        yield {(chip, name): pools[chip].submit(compiled, chip, name) for chip, name in wanted}
 
 
 @pytest.mark.parametrize("chip, name", CASES)
