@@ -13,6 +13,7 @@ import json
 import multiprocessing
 import sys
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import triton
@@ -40,13 +41,14 @@ def main() -> None:
 
 def measure(chips: list[str], processes: int) -> list[dict]:
     """A dictionary for each kernel on each chip, printed as it comes."""
-    wanted = [(chip, name) for chip in chips for name in all_variants(CHIPS[chip])]
     print(f"{'target':8}{'kernel':28}{'spills':>7}{'shared':>8}{'registers':>10}{'int/weight':>11}  matrix instruction")
     rows = []
-    with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
-        for (chip, name), made in zip(wanted, pool.map(compiled, *zip(*wanted))):
-            rows.append(row(chip, name, made))
-            print(line(rows[-1]), flush=True)
+    for chip in chips:  # by processes of its own, see `compile_for`
+        names = list(all_variants(CHIPS[chip]))
+        with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
+            for name, made in zip(names, pool.map(partial(compiled, chip), names)):
+                rows.append(row(chip, name, made))
+                print(line(rows[-1]), flush=True)
     return rows
 
 

@@ -22,7 +22,7 @@ from triton.compiler import ASTSource, CompiledKernel
 from triton.runtime.jit import JITFunction
 
 from tutel_pack.kernels.triton.chips import Chip
-from tutel_pack.kernels.triton.launch import Launch
+from tutel_pack.kernels.triton.launch import TRITON, Launch
 
 _TYPES = {
     torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.uint8: "*u8", torch.int16: "*i16",
@@ -30,8 +30,8 @@ _TYPES = {
 }  # fmt: skip
 _NVIDIA_TOOLS = Path(triton.backends.nvidia.__file__).parent / "bin"
 
-VERSION = ".".join(triton.__version__.split(".")[:2])
-"""Of Triton, by which machine code differs."""
+VERSION = "{}.{}".format(*TRITON)
+"""Of Triton, as bench/kernels_aot.json is kept by."""
 
 MATRIX = {
     "mma": r"\bmma\.sync\.\S+",
@@ -69,7 +69,6 @@ class Compiled:
     matrix_instructions: tuple[str, ...]
     loop: Counter[str]
 
-
     @property
     def int_ops(self) -> int:
         """Integer instructions of the loop, those for addresses and conditions among them."""
@@ -88,7 +87,8 @@ def _is_integer(op: str) -> bool:
 
 
 def compile_for(chip: Chip, launch: Launch) -> Compiled:
-    """Raises what the compiler raises."""
+    """Raises what the compiler raises. A process is to compile for one of AMD's chips only: Triton 3.6 converts fp8 as
+    the first of them does for all that follow."""
     types, constants, attributes = _signature(launch.kernel, launch.arguments)
     source = ASTSource(launch.kernel, types, constants, attributes)
     arch = int(chip.name.removeprefix("sm_")) if chip.vendor == "cuda" else chip.name

@@ -147,6 +147,17 @@ def _load_x(x, k, K, valid, EVEN_K: tl.constexpr):
 
 
 @triton.jit
+def _load_once(pointers, THREADS: tl.constexpr):
+    """[BM], of which a thread loads one. Of fewer than there are threads, each would load for itself all those that its
+    sums need: as many addresses, in registers."""
+    if pointers.shape[0] >= THREADS:
+        return tl.load(pointers)
+    else:
+        copies = tl.zeros((pointers.shape[0], THREADS // pointers.shape[0]), tl.int32)
+        return tl.max(tl.load(pointers[:, None] + copies), axis=1)
+
+
+@triton.jit
 def _cut(x, DOT: tl.constexpr):
     """float32 -> (its sign, its exponent and the first 8 of its 24 bits, as DOT has them; what is left, exactly)."""
     bits = x.to(tl.int32, bitcast=True)
@@ -261,7 +272,7 @@ def _packed_product(
 def _store(
     acc, rows, tile_n, expert, pair, out_rows, valid, N, bias, weights, out, out_row,
     GATED: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr, SHIFT: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, THREADS: tl.constexpr,
 ):  # fmt: skip
     """The end of a sum: bias, activation, factor of the row; rounded once."""
     if bias is not None:
@@ -276,7 +287,7 @@ def _store(
         columns = rows
         inside = rows < N
     if weights is not None:
-        acc *= tl.load(weights + pair, mask=valid, other=0.0)[None, :]
+        acc *= _load_once(weights + pair, THREADS)[None, :]
     place = out_rows.to(tl.int64)[None, :] * out_row + columns[:, None]
     tl.store(out + place, acc.to(out.dtype.element_ty), mask=inside[:, None] & valid[None, :])
 
@@ -305,8 +316,8 @@ def grouped_matmul(
     factors float32 [E, segments]: global scales.
     first: rows of the first segment.  bias [E, N], float32 weights [pairs]: of output rows; either may be None.
     GROUPED: int32 order [pairs] lists the pairs of a token and an expert by expert; a tile has the entries tile_first …
-        tile_last − 1, BM of them at most, and tile_expert, −1 for a tile that is not used. Otherwise there is one
-        expert, and `pairs` rows are cut into tiles.
+        tile_last − 1, at least one and BM of them at most, and tile_expert, −1 for a tile that is not used. Otherwise
+        there is one expert, and `pairs` rows are cut into tiles.
     GATHER: x is by token, that of pair p is p // x_per_row; otherwise it is by entry of `order`.
     SCATTER: out is by pair; otherwise by entry.
     GATED: out has N/2 columns, the activation of gate and up rows.
@@ -318,17 +329,15 @@ def grouped_matmul(
         expert = tl.load(tile_expert + tile_m).to(tl.int64)
         if expert < 0:
             return
-        entries = tl.load(tile_first + tile_m) + tl.arange(0, BM)
-        valid = entries < tl.load(tile_last + tile_m)
+        entries, end = tl.load(tile_first + tile_m) + tl.arange(0, BM), tl.load(tile_last + tile_m)
     else:
         expert = tl.full((), 0, tl.int64)
-        entries = tile_m * BM + tl.arange(0, BM)
-        valid = entries < pairs
+        entries, end = tile_m * BM + tl.arange(0, BM), pairs
+    valid = entries < end
     if GATHER:
         pair = tl.load(order + entries, mask=valid, other=0)
         token = (pair // x_per_row).to(tl.int64)
     else:
-        pair = entries
         token = entries.to(tl.int64)
     rows = _weight_rows(tile_n, N // 2, BN, GATED)
     w += expert * w_expert * ALIGN
@@ -339,10 +348,12 @@ def grouped_matmul(
             ACT, BLOCK_K, BM, BN, BK, SPLIT, EVEN_K, THREADS,
         )  # fmt: skip
         if x_factors is not None:
-            acc *= tl.load(x_factors + token, mask=valid, other=0.0)[None, :]
+            acc *= _load_once(x_factors + tl.where(valid, token, 0), THREADS)[None, :]
     else:
         # Tokens and rows outside are read from where others are, and not stored.
-        x += tl.where(valid, token, 0)[:, None] * K
+        if not GATHER:
+            token = tl.minimum(entries, end - 1).to(tl.int64)
+        x += token[:, None] * K
         loaded = tl.minimum(_loaded_rows(tile_n, N // 2, BN, GATED, WARPS) if FRAGMENT else rows, N - 1)
         if FMT == "plain":
             acc = _plain_product(x, w, loaded, valid, K, w_row, DOT, PARTS, BM, BN, BK, SPLIT, EVEN_K)
@@ -360,8 +371,10 @@ def grouped_matmul(
     elif ACT is None and (FMT == "mxfp4" or FMT == "nvfp4"):
         if WAY == "pairs" or (WAY == "float32" and DOT != tl.float16):
             acc *= UNDO_OFFSET
-    if SCATTER and not GATHER:
-        pair = tl.load(order + entries, mask=valid, other=0)  # no sooner: it takes registers
+    if not GATHER:  # no sooner: it takes registers
+        pair = tl.minimum(entries, end - 1)
+        if SCATTER:
+            pair = _load_once(order + pair, THREADS)
     out_rows = pair if SCATTER else entries
     if SPLIT > 1:
         out += tl.program_id(1).to(tl.int64) * out_split
@@ -370,7 +383,7 @@ def grouped_matmul(
     else:
         _store(
             acc, rows, tile_n, expert, pair, out_rows, valid, N, bias, weights, out, out_row,
-            GATED, LIMIT, ALPHA, SHIFT, BM, BN,
+            GATED, LIMIT, ALPHA, SHIFT, BM, BN, THREADS,
         )  # fmt: skip
 
 

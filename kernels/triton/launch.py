@@ -7,9 +7,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import triton
 from torch import Tensor
 from triton.compiler import CompiledKernel
 from triton.runtime.jit import JITFunction
+
+TRITON = tuple(int(n) for n in triton.__version__.split(".")[:2])
+"""Its version, by which machine code differs, and what it makes of some layouts."""
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from tutel_pack.kernels.ops import ACTS, Weight
 from tutel_pack.kernels.triton import grouped, sort
 from tutel_pack.kernels.triton.activations import STEP, Activations
 from tutel_pack.kernels.triton.chips import Chip
-from tutel_pack.kernels.triton.launch import Launch
+from tutel_pack.kernels.triton.launch import TRITON, Launch
 from tutel_pack.kernels.triton.tiles import Problem, Tile, tile_for
 from tutel_pack.spec import ClampedSwiglu, Swiglu
 
@@ -26,8 +26,6 @@ _BITS = {
 DOTS = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 _COLUMNS = 1024
 """Of an output that a program adds up."""
-
-_TRITON = tuple(int(n) for n in triton.__version__.split(".")[:2])
 
 
 @dataclass(frozen=True)
@@ -230,7 +228,7 @@ def fragment_run(chip: Chip, dot: tl.dtype) -> int:
     through the inline assembly that decodes to bfloat16."""
     if chip.vendor == "hip":
         return 0
-    return 1 if chip.name in ("sm_90", "sm_100") or (dot == tl.bfloat16 and _TRITON >= (3, 8)) else 2
+    return 1 if chip.name in ("sm_90", "sm_100") or (dot == tl.bfloat16 and TRITON >= (3, 8)) else 2
 
 
 def _taken(x: Tensor | Activations) -> dict[str, Tensor | int | None]:
