@@ -1,4 +1,5 @@
-"""One thread per test process: tensors are tiny, and threads that wait for each other cost more than they bring."""
+"""One thread per test process: tensors are tiny, and threads that wait for each other cost more than they bring. What
+the tests convert is not the user's latest conversion."""
 
 import os
 
@@ -12,3 +13,8 @@ import torch  # noqa: E402
 def one_thread():
     """Whatever a test before has set."""
     torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def a_state_of_its_own(tmp_path_factory):
+    os.environ["XDG_STATE_HOME"] = str(tmp_path_factory.mktemp("state"))
