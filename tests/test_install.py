@@ -52,6 +52,7 @@ def check_installed(environment: Path, inside: Path, cwd: Path) -> None:
         assert command in run(environment / command, "--version", cwd=cwd)
 
 
+@pytest.mark.slow
 def test_wheel(clone, environment, tmp_path):
     run(sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-index", "--no-build-isolation", "-w", tmp_path, clone)
     (wheel,) = tmp_path.glob("*.whl")
@@ -66,6 +67,7 @@ def test_wheel(clone, environment, tmp_path):
     check_installed(environment, tmp_path.resolve() / "venv", tmp_path)
 
 
+@pytest.mark.slow
 def test_editable(clone, environment, tmp_path):
     install(environment, "-e", clone)
     check_installed(environment, clone.resolve(), tmp_path)
