@@ -2,7 +2,6 @@
 
 import json
 import math
-import shutil
 from pathlib import Path
 
 import pytest
@@ -61,8 +60,6 @@ def write_sparse(folder: Path) -> Path:
 
 @pytest.mark.slow
 def test_a_layer_of_deepseek_v3_in_less_than_a_gigabyte(tmp_path):
-    if shutil.disk_usage(tmp_path).free < 7e9:
-        pytest.skip("the packed layer takes 6.2 GB of disk, and less is free here")
     source = write_sparse(tmp_path / "m")
     assert (source / "model.safetensors").stat().st_size > 11e9
     assert measured(source, tmp_path / "out", "mxfp4")["peak"] < 1e9
