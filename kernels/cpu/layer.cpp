@@ -75,19 +75,21 @@ void latent(const tp_placed_layer& placed, const Step& step, const void* x, void
   void *down = room.data(), *normed = at(down, l.dtype, tokens * rank), *q = at(normed, l.dtype, tokens * rank);
   void *kv = at(q, l.dtype, tokens * width), *heads = at(kv, l.dtype, tokens * entry);
   const auto part = [&](int i, void* to) { return Linear{g.weights[i], g.biases[i], to}; };
-  const auto project = [&](Linear one, const void* from) { linears(&one, 1, from, tokens, l.dtype); };
+  const auto project = [&](int i, const void* from, void* to) {
+    linear(*g.weights[i], from, tokens, l.dtype, g.biases[i], to);
+  };
   const Linear of_x[] = {g.weights[Q_DOWN] ? part(Q_DOWN, down) : part(Q_UP, q), part(KV_DOWN, kv)};
   linears(of_x, 2, x, tokens, l.dtype);
   if (g.weights[Q_DOWN]) {
     rms_norm(down, tokens, rank, l.dtype, g.q_norm, g.eps, normed);
-    project(part(Q_UP, q), normed);
+    project(Q_UP, normed, q);
   }
   const Turn turn{l.shared, g.interleaved, placed.cosines, placed.sines, l.dtype};
   turn_ends(turn, tokens, l.heads, l.nope + l.shared, q);
   turn_ends(turn, tokens, 1, entry, kv);
   place_latents(l, tokens, kv, g.kv_norm, g.eps, step.slots, placed.pools[0]);
   latent_attention(l, step.layout, q, placed.pools[0], g.up, {}, heads);
-  project(part(OUTPUT, out), heads);
+  project(OUTPUT, heads, out);
 }
 
 }  // namespace
@@ -100,9 +102,8 @@ bool layer(const tp_placed_layer& placed, const Step& step, void* x) {
   rms_norm(x, tokens, h, l.dtype, l.input_norm, l.eps, y);
   if (l.grouped) grouped(placed, step, y, z);
   else latent(placed, step, y, z);
-  add(x, z, tokens, h, l.dtype);
 
-  rms_norm(x, tokens, h, l.dtype, l.post_norm, l.eps, y);
+  add_norm(x, z, tokens, h, l.dtype, l.post_norm, l.eps, x, y);
   if (l.dense) dense(*l.dense, y, tokens, l.dtype, z);
   else if (!routed(*l.experts, y, tokens, l.dtype, z)) return false;
   add(x, z, tokens, h, l.dtype);

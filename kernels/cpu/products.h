@@ -28,7 +28,7 @@ constexpr int64_t BLOCK = 16;  // vectors that tiles take together
 constexpr int64_t PAIR = 32;   // and two blocks of them at once
 
 // Rows of a weight that are multiplied at a time: many, for memory is read in several streams as long as that, but so few
-// that their products with all vectors stay in the cache.
+// that their products with all vectors stay in the second cache.
 inline int64_t rows_at_a_time(int64_t vectors) {
   constexpr int64_t PRODUCTS = 32768, FEWEST = 64, MOST = 1024;
   return std::clamp(PRODUCTS / (vectors ? vectors : 1) / FEWEST * FEWEST, FEWEST, MOST);

@@ -54,6 +54,15 @@ void norm_row(const void* x, int64_t n, int32_t dtype, tp_vector weight, float e
   isa().store(y, dtype, out, n);
 }
 
+// total = x + factor · added; it may be x.
+void add_row(const void* x, const void* added, float factor, int64_t n, int32_t dtype, void* total) {
+  float *a = values_of(n), *b = a + n;
+  isa().load(x, dtype, a, n);
+  isa().load(added, dtype, b, n);
+  isa().add_scaled(a, b, factor, n);
+  isa().store(a, dtype, total, n);
+}
+
 // One head of token t; out may be x.
 void turn_head(const Turn& turn, int64_t t, const void* x, int64_t width, void* out) {
   const int64_t half = turn.rotated / 2, step = turn.interleaved ? 2 : 1, other = turn.interleaved ? 1 : half;
@@ -156,11 +165,7 @@ void rms_norm(const void* x, int64_t rows, int64_t n, int32_t dtype, tp_vector w
 void add_norm(const void* x, const void* added, int64_t rows, int64_t n, int32_t dtype, tp_vector weight, float eps,
               void* total, void* out) {
   for_each(rows, n, [&](int64_t i) {
-    float *a = values_of(n), *b = a + n;
-    isa().load(at(x, dtype, i * n), dtype, a, n);
-    isa().load(at(added, dtype, i * n), dtype, b, n);
-    isa().add_scaled(a, b, 1.0f, n);
-    isa().store(a, dtype, at(total, dtype, i * n), n);
+    add_row(at(x, dtype, i * n), at(added, dtype, i * n), 1.0f, n, dtype, at(total, dtype, i * n));
     norm_row(at(total, dtype, i * n), n, dtype, weight, eps, at(out, dtype, i * n));
   });
 }
@@ -177,11 +182,8 @@ void swiglu(void* gate, const void* up, int64_t rows, int64_t n, int32_t dtype, 
 
 void add(void* total, const void* x, int64_t rows, int64_t n, int32_t dtype, const float* factors) {
   for_each(rows, n, [&](int64_t i) {
-    float *a = values_of(n), *b = a + n;
-    isa().load(at(total, dtype, i * n), dtype, a, n);
-    isa().load(at(x, dtype, i * n), dtype, b, n);
-    isa().add_scaled(a, b, factors ? factors[i] : 1.0f, n);
-    isa().store(a, dtype, at(total, dtype, i * n), n);
+    void* sum = at(total, dtype, i * n);
+    add_row(sum, at(x, dtype, i * n), factors ? factors[i] : 1.0f, n, dtype, sum);
   });
 }
 

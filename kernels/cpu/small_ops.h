@@ -33,7 +33,7 @@ namespace tp {
 // out[i] = x[i] / sqrt(mean(x²) + eps) · weight, each of n values.
 void rms_norm(const void* x, int64_t rows, int64_t n, int32_t dtype, tp_vector weight, float eps, void* out);
 
-// total = x + added, rounded, and `out` its norm as above; all [rows, n] of dtype.
+// total = x + added, rounded, and `out` its norm as above; all [rows, n] of dtype. total may be x.
 void add_norm(const void* x, const void* added, int64_t rows, int64_t n, int32_t dtype, tp_vector weight, float eps,
               void* total, void* out);
 
