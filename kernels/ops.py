@@ -303,8 +303,10 @@ class Ops:
         if added is None:
             return x, self.rms_norm(x, weight, eps)
         _check(x.shape == added.shape and x.shape[-1:] == weight.shape, "add_norm", x, added, weight)
-        if self._fused["add_norm"] and x.numel():
-            return self._fused["add_norm"](x, added, weight, eps)
+        fused = self._fused["add_norm"]
+        done = fused(x, added, weight, eps) if fused and x.numel() else None
+        if done is not None:
+            return done
         x = x + added
         return x, self.rms_norm(x, weight, eps)
 

@@ -180,11 +180,10 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return out
 
 
-def add_norm(x: Tensor, added: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def add_norm(x: Tensor, added: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor] | None:
     dtype, weight_dtype = _DTYPES.get(x.dtype), _DTYPES.get(weight.dtype)
     if dtype is None or weight_dtype is None or added.dtype != x.dtype:
-        total = x + added
-        return total, rms_norm(total, weight, eps)
+        return None
     x, added, weight = x.contiguous(), added.contiguous(), weight.contiguous()
     total, out, n = torch.empty_like(x), torch.empty_like(x), weight.shape[0]
     _check(_add_norm(
