@@ -14,7 +14,6 @@ from functools import cached_property
 from importlib import import_module
 from importlib.util import find_spec
 from itertools import accumulate
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -180,16 +179,22 @@ class Layer:
     mlp: Experts | Dense
 
 
-class PlacedLayer(NamedTuple):
-    """A layer for the tokens of one step.
+@dataclass(frozen=True, eq=False)
+class PlacedLayers:
+    """Layers of the same H that follow each other, and where they keep what they have of tokens.
 
-    pools: keys and values as for `Ops.attend`, or entries as for `Ops.latent_attention`; what is new is stored in them.
-    rotation: None turns nothing.
+    pools: of each layer, keys and values as for `Ops.attend`, or entries as for `Ops.latent_attention`; what is new is
+    stored in them.
+    rotations: of each layer, which one of a step's rotations turns it; None turns nothing.
     """
 
-    layer: Layer
-    pools: Sequence[Tensor]
-    rotation: tuple[Tensor, Tensor] | None
+    layers: Sequence[Layer]
+    pools: Sequence[Sequence[Tensor]]
+    rotations: Sequence[int | None]
+
+    def __post_init__(self):
+        norms = [norm for layer in self.layers for norm in (layer.input_norm, layer.post_norm)]
+        _check(all(norm.shape == norms[0].shape for norm in norms), "layers", *norms)
 
 
 def get_ops(backend: str = "auto", device: torch.device | str = "cpu", act: str | None = None) -> Ops:
@@ -498,13 +503,15 @@ class Ops:
         shared, gate = self.dense(x, experts.shared), experts.shared_gate
         return shared if gate is None else shared * torch.sigmoid(self.linear(x, gate))
 
-    def layers(self, x: Tensor, layers: Sequence[PlacedLayer], layout: Layout) -> Tensor | None:
+    def layers(
+        self, x: Tensor, placed: PlacedLayers, rotations: Sequence[tuple[Tensor, Tensor]], layout: Layout
+    ) -> Tensor | None:
         """x [T, H] -> [T, H] by all operations of layers that follow each other at once; None, and nothing is done, where
         the backend leaves those of any of them to be done one by one."""
-        fits = x.ndim == 2 and layout.slots.shape == x.shape[:1]
-        _check(fits and all(part.layer.input_norm.shape == x.shape[1:] for part in layers), "layers", x)
+        fits = x.ndim == 2 and layout.slots.shape == x.shape[:1] and placed.layers[0].input_norm.shape == x.shape[1:]
+        _check(fits, "layers", x)
         fused = self._fused["layers"]
-        return fused(x, layers, layout) if fused and x.numel() else None
+        return fused(x, placed, rotations, layout) if fused and x.numel() else None
 
 
 def _check(fits: bool, op: str, *arguments: Weight | None) -> None:

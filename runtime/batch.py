@@ -23,7 +23,7 @@ class Batch:
     lengths: S numbers; how many positions a sequence has with its new tokens, 0 where it has no new ones.
     block_tables: S lists of cache block ids; entry j of a list holds the sequence's positions j·B … j·B + B − 1 (B is
         the cache's block size) and the list covers every position up to the sequence's last new token.
-    rows: int64 [R], the tokens whose logits are wanted.
+    rows: int64 [R], the tokens whose logits are wanted, in ascending order.
     slots: S state slots of the cache; may be empty for a model that keeps no states.
     """
 
@@ -51,8 +51,10 @@ class Batch:
         """
         starts = list(accumulate((len(ids) for ids in new), initial=0))
         lengths = tuple(p + len(ids) if ids else 0 for p, ids in zip(past, new))
-        tokens = torch.tensor([t for ids in new for t in ids], dtype=torch.int64)
-        positions = torch.tensor([i for p, ids in zip(past, new) for i in range(p, p + len(ids))], dtype=torch.int64)
-        rows = torch.tensor(range(starts[-1]) if all_rows else [stop - 1 for stop in starts[1:]], dtype=torch.int64)
-        tokens, positions, rows = (t.to(device) for t in (tokens, positions, rows))
+        tokens = [t for ids in new for t in ids]
+        positions = [i for p, ids in zip(past, new) for i in range(p, p + len(ids))]
+        rows = range(starts[-1]) if all_rows else [stop - 1 for stop in starts[1:]]
+        tokens, positions, rows = (
+            torch.tensor(numbers, dtype=torch.int64, device=device) for numbers in (tokens, positions, rows)
+        )
         return cls(tokens, positions, tuple(starts), lengths, tuple(block_tables), rows, tuple(slots))

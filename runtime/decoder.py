@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import groupby
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
-from tutel_pack.kernels.ops import Layer, Layout, Ops, PlacedLayer, Weight, get_ops
+from tutel_pack.kernels.ops import Layer, Layout, Ops, PlacedLayers, Weight, get_ops
 from tutel_pack.runtime.attention import GroupedQueryAttention
 from tutel_pack.runtime.batch import Batch
 from tutel_pack.runtime.cache import PagedCache
@@ -47,7 +48,8 @@ class Decoder:
         take = Weights(weights, spec, self.device, dtype)
         self._embedding = take("model.embed_tokens.weight")
         layers = [_DecoderLayer(spec, i, take, self._ops) for i in range(len(spec.layers))]
-        self._runs = [list(run) for _, run in groupby(layers, lambda layer: layer.whole is not None)]
+        runs = groupby(layers, lambda layer: layer.whole is not None)
+        self._runs = [_Run(list(run), self._ops) for _, run in runs]
         self._norm = take.norm("model.norm.weight")
         self._head = self._embedding if spec.tied_head else take("lm_head.weight")
 
@@ -76,7 +78,7 @@ class Decoder:
         last norm, of every token. Token ids must be in 0 … vocab − 1.
         """
         x = self._hidden(batch.tokens, batch.positions, cache.layout(batch), cache)
-        logits = self._logits(x[batch.rows])
+        logits = self._logits(x if len(batch.rows) == len(x) else x[batch.rows])
         return (logits, x) if hidden else logits
 
     @torch.no_grad()
@@ -93,27 +95,41 @@ class Decoder:
         x = _scaled(self._ops.embedding(tokens, self._embedding, self.dtype), self.spec.embedding_scale)
         added = None
         for run in self._runs:
-            x, added = self._run(run, x, added, cache, layout, rotations)
+            x, added = run(x, added, cache, layout, rotations)
         return self._ops.add_norm(x, added, self._norm, self.spec.norm_eps)[1]
-
-    def _run(
-        self, layers: list[_DecoderLayer], x: Tensor, added: Tensor | None, cache: PagedCache, layout: Layout,
-        rotations: Shared,
-    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-        """Layers that follow each other: at once if they can be. Of x + added, and to the same form: the last sum is left
-        to who norms it next."""
-        if layers[0].whole is not None:
-            x, added = x if added is None else x + added, None
-            done = self._ops.layers(x, [layer.placed(cache, rotations) for layer in layers], layout)
-            if done is not None:
-                return done, None
-        for layer in layers:
-            x, added = layer(x, added, cache, layout, rotations)
-        return x, added
 
     def _logits(self, x: Tensor) -> Tensor:
         # In float32: among logits rounded to bfloat16 the largest is often shared, and the choice then arbitrary.
         return _scaled(self._ops.linear(x.float(), self._head), self.spec.logit_scale)
+
+
+class _Run:
+    """Layers that follow each other: at once if they can be."""
+
+    def __init__(self, layers: list[_DecoderLayer], ops: Ops):
+        self._layers, self._ops, self._whole = layers, ops, layers[0].whole is not None
+        self._ropes = list(dict.fromkeys(layer.rope for layer in layers if layer.rope))
+        self._placed: WeakKeyDictionary[PagedCache, PlacedLayers] = WeakKeyDictionary()
+
+    def __call__(
+        self, x: Tensor, added: Tensor | None, cache: PagedCache, layout: Layout, rotations: Shared
+    ) -> tuple[Tensor, Tensor | None]:
+        """Of x + added, and to the same form: the last sum is left to who norms it next."""
+        if self._whole:
+            x, added = x if added is None else x + added, None
+            done = self._ops.layers(x, self._place(cache), [rotations[rope] for rope in self._ropes], layout)
+            if done is not None:
+                return done, None
+        for layer in self._layers:
+            x, added = layer(x, added, cache, layout, rotations)
+        return x, added
+
+    def _place(self, cache: PagedCache) -> PlacedLayers:
+        if cache not in self._placed:
+            pools = [list(cache.tokens[layer.index].values()) for layer in self._layers]
+            which = [self._ropes.index(layer.rope) if layer.rope else None for layer in self._layers]
+            self._placed[cache] = PlacedLayers([layer.whole for layer in self._layers], pools, which)
+        return self._placed[cache]
 
 
 class _DecoderLayer:
@@ -132,7 +148,7 @@ class _DecoderLayer:
             self._mlp = MoeBlock(spec.mlp, prefix, layer_names(model), weights, ops)
         else:
             self._mlp = DenseBlock(spec.mlp, prefix + "mlp", weights, ops)
-        self._index, self._rope = index, getattr(spec.attention, "rope", None)
+        self.index, self.rope = index, getattr(spec.attention, "rope", None)
         self.whole = self._as_one() if self._scale == 1.0 and ops.whole_layers else None
 
     def _as_one(self) -> Layer | None:
@@ -140,10 +156,6 @@ class _DecoderLayer:
         if attention is None:
             return None
         return Layer(self._input_norm, self._post_norm, self._eps, attention, self._mlp.mlp)
-
-    def placed(self, cache: PagedCache, rotations: Shared) -> PlacedLayer:
-        rotation = rotations[self._rope] if self._rope else None
-        return PlacedLayer(self.whole, list(cache.tokens[self._index].values()), rotation)
 
     def __call__(
         self, x: Tensor, added: Tensor | None, cache: PagedCache, layout: Layout, rotations: Shared

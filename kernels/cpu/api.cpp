@@ -104,7 +104,7 @@ using namespace tp;
 
 extern "C" {
 
-int32_t tp_interface() { return 7; }
+int32_t tp_interface() { return 8; }
 
 int32_t tp_select(const char* name) {
   const Available& all = available();
@@ -187,15 +187,13 @@ int32_t tp_place_heads(const tp_heads* heads, int64_t tokens, const void* q, con
 
 int32_t tp_attend(const tp_attention* a, const tp_layout* layout, const void* q, const void* keys, const void* values,
                   void* out) {
-  return guarded([&] {
-    attention(*a, *layout, q, keys, values, out);
-    return TP_OK;
-  });
+  return guarded([&] { return any_attention(*a, *layout, q, keys, values, out) ? TP_OK : TP_UNKNOWN; });
 }
 
 int32_t tp_attend_latents(const tp_latents* l, const tp_layout* layout, const void* q, const void* entries,
                           const void* up, const int64_t* const* picks, int64_t top, void* out) {
   return guarded([&] {
+    if (most_new(*layout) > FEW) return TP_UNKNOWN;
     latent_attention(*l, *layout, q, entries, up, {picks, top}, out);
     return TP_OK;
   });
@@ -208,20 +206,18 @@ int32_t tp_dense_step(const tp_dense* d, const void* x, int64_t tokens, int32_t 
   });
 }
 
-int32_t tp_prefill(const tp_attention* a, const tp_layout* layout, const void* q, const void* keys, const void* values,
-                   void* out) {
-  return guarded([&] { return prefill(*a, *layout, q, keys, values, out) ? TP_OK : TP_UNKNOWN; });
-}
-
 int32_t tp_routed(const tp_experts* experts, const void* x, int64_t tokens, int32_t dtype, void* out) {
   return guarded([&] { return routed(*experts, x, tokens, dtype, out) ? TP_OK : TP_NO_SUCH_EXPERT; });
 }
 
-int32_t tp_layers(int64_t n, const tp_placed_layer* layers, const tp_layout* layout, void* x, int64_t tokens,
-                  const int64_t* slots) {
+int32_t tp_layers(int64_t n, const tp_placed_layer* layers, const tp_rotation* rotations, const tp_layout* layout,
+                  void* x, int64_t tokens, const int64_t* slots) {
   return guarded([&] {
     for (int64_t i = 0; i < n; i++) {
-      if (!layer(layers[i], {*layout, tokens, slots}, x)) return TP_NO_SUCH_EXPERT;
+      if (!has_layer(*layers[i].layer, *layout)) return TP_UNKNOWN;
+    }
+    for (int64_t i = 0; i < n; i++) {
+      if (!layer(layers[i], {*layout, tokens, slots, rotations}, x)) return TP_NO_SUCH_EXPERT;
     }
     return TP_OK;
   });

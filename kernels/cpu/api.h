@@ -47,22 +47,20 @@ int32_t tp_place_heads(const tp_heads* heads, int64_t tokens, const void* q, con
                        const float* cosines, const float* sines, const int64_t* slots, void* q_out, void* keys,
                        void* values);
 
-// See Ops.attention: of few new tokens.
+// See Ops.attention; TP_UNKNOWN where there is no kernel, see prefill().
 int32_t tp_attend(const tp_attention* attention, const tp_layout* layout, const void* q, const void* keys,
                   const void* values, void* out);
-// The same of any number of tokens; TP_UNKNOWN where there is no kernel, see prefill().
-int32_t tp_prefill(const tp_attention* attention, const tp_layout* layout, const void* q, const void* keys,
-                   const void* values, void* out);
 
-// See Ops.latent_attention: of few new tokens. picks: of each sequence [new tokens, top], or null; or null for all.
+// See Ops.latent_attention; TP_UNKNOWN for more than FEW new tokens of a sequence. picks: of each sequence
+// [new tokens, top], or null; or null for all.
 int32_t tp_attend_latents(const tp_latents* latents, const tp_layout* layout, const void* q, const void* entries,
                           const void* up, const int64_t* const* picks, int64_t top, void* out);
 
-// See Ops.dense, Ops.routed and Ops.layers.
+// See Ops.dense, Ops.routed and Ops.layers; TP_UNKNOWN, and nothing is done, where layers have no kernel.
 int32_t tp_dense_step(const tp_dense* dense, const void* x, int64_t tokens, int32_t dtype, void* out);
 int32_t tp_routed(const tp_experts* experts, const void* x, int64_t tokens, int32_t dtype, void* out);
-int32_t tp_layers(int64_t n, const tp_placed_layer* layers, const tp_layout* layout, void* x, int64_t tokens,
-                  const int64_t* slots);
+int32_t tp_layers(int64_t n, const tp_placed_layer* layers, const tp_rotation* rotations, const tp_layout* layout,
+                  void* x, int64_t tokens, const int64_t* slots);
 
 // Reads memory and does nothing else: the limit that products are measured against. Returns a sum of it.
 uint64_t tp_read(const void* data, int64_t bytes);

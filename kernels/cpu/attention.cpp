@@ -159,6 +159,12 @@ bool many(const tp_attention& a, const tp_layout& layout) {
 
 }  // namespace
 
+int64_t most_new(const tp_layout& layout) {
+  int64_t most = 0;
+  for (int64_t s = 0; s < layout.sequences; s++) most = std::max(most, layout.starts[s + 1] - layout.starts[s]);
+  return most;
+}
+
 void attention(const tp_attention& a, const tp_layout& layout, const void* q, const void* keys, const void* values,
                void* out, Picks picks) {
   if (!picks.of && many(a, layout) && prefill(a, layout, q, keys, values, out)) return;

@@ -22,6 +22,11 @@ struct tp_attention {
 
 namespace tp {
 
+constexpr int64_t FEW = 8;  // new tokens of a sequence that are taken one by one
+
+// New tokens of the sequence that has most.
+int64_t most_new(const tp_layout& layout);
+
 // Of each sequence the `top` positions [new tokens, top] that its tokens see if they are not behind them; null: all.
 struct Picks {
   const int64_t* const* of;

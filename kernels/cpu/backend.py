@@ -1,8 +1,8 @@
 """The operations of ops.py by the C++ of this folder, in float32 and bfloat16.
 
-Native are `linear` and `moe` of mxfp4, nvfp4, int4, fp8 and bfloat16 weights, what lies between them when tokens are
-decoded, and attention of many tokens in bfloat16 where the processor has a matrix unit. Everything else is torch's, and
-so are activations in float16 and weights that `native.describe` has no kernel for.
+Native are `linear` and `moe` of mxfp4, nvfp4, int4, fp8 and bfloat16 weights, what lies between them, and whole layers:
+of few new tokens, and with grouped attention in bfloat16 of many, where the processor has a matrix unit. Everything else
+is torch's, and so are activations in float16 and weights that `native.describe` has no kernel for.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tutel_pack.kernels.ops import (
     Latent,
     Layer,
     Layout,
-    PlacedLayer,
+    PlacedLayers,
     Projection,
     Weight,
 )
@@ -47,13 +47,10 @@ _linear, _linears, _moe = _library.tp_linear, _library.tp_linears, _library.tp_m
 _dense, _routed = _library.tp_dense_step, _library.tp_routed
 _rms_norm, _add_norm = _library.tp_rms_norm, _library.tp_add_norm
 _route, _place_heads = _library.tp_route, _library.tp_place_heads
-_attend, _attend_latents, _prefill = _library.tp_attend, _library.tp_attend_latents, _library.tp_prefill
+_attend, _attend_latents = _library.tp_attend, _library.tp_attend_latents
 _layers_step = _library.tp_layers
 
 _DTYPES = native.DTYPES
-
-FEW = 8
-"""New tokens of a sequence that attention takes one by one."""
 
 WIDEST = 576
 """Values of a key that attention takes at most, as ATTEND_WIDTH of isa.h: DeepSeek's latents with what heads share."""
@@ -105,6 +102,10 @@ def _clamp(activation: Swiglu | ClampedSwiglu) -> tuple[float, float, float]:
 
 def _address(structure: ctypes.Structure | None) -> int | None:
     return None if structure is None else ctypes.addressof(structure)
+
+
+_NO_KERNEL = 3
+"""A status: nothing was done."""
 
 
 def _check(status: int) -> None:
@@ -201,7 +202,7 @@ def route(logits: Tensor, spec: Moe, correction: Tensor | None) -> tuple[Tensor,
     return ids, weights
 
 
-_layers: dict[str | None, weakref.WeakKeyDictionary[Heads | Dense | Experts | Layer, ctypes.Structure | None]]
+_layers: dict[str | None, weakref.WeakKeyDictionary[Heads | Dense | Experts | PlacedLayers, ctypes.Structure | None]]
 _layers = defaultdict(weakref.WeakKeyDictionary)
 """What is the same for all tokens of a layer, described once, by what enters its experts as."""
 
@@ -245,10 +246,10 @@ def attention(
         return torch_backend.attention(q, keys, values, layout, window, scale, sinks)
     described = _describe_attention(heads, keys, window, scale, sinks, dtype)
     q, out = q.contiguous(), torch.empty_like(q, memory_format=torch.contiguous_format)
-    status = (_attend if place.most <= FEW else _prefill)(
+    status = _attend(
         ctypes.addressof(described), place.address, q.data_ptr(), keys.data_ptr(), values.data_ptr(), out.data_ptr()
     )
-    if status == 3:  # there is no kernel
+    if status == _NO_KERNEL:
         return torch_backend.attention(q, keys, values, layout, window, scale, sinks)
     _check(status)
     return out
@@ -277,17 +278,20 @@ def latent_attention(
     place, (heads, made, rank) = _layout(layout), up.shape
     shared, tops = entries.shape[-1] - rank, {p.shape[1] for p in picks or () if p is not None}
     same = q.dtype == up.dtype and entries.is_contiguous() and rank % 16 == 0 and len(tops) <= 1
-    if place.most > FEW or not same or not _attends(q.dtype, entries):
+    if not same or not _attends(q.dtype, entries):
         return torch_backend.latent_attention(q, entries, up, layout, scale, picks)
     nope = q.shape[2] - shared
     described = native.Latents(heads, nope, made - nope, rank, shared, entries.shape[1], scale, _DTYPES[q.dtype])
     q, up, out = q.contiguous(), up.contiguous(), q.new_empty(len(q), heads, made - nope)
     picked = [None if p is None else p.contiguous() for p in picks or ()]
     addresses = (ctypes.c_void_p * len(picked))(*(None if p is None else p.data_ptr() for p in picked))
-    _check(_attend_latents(
+    status = _attend_latents(
         ctypes.addressof(described), place.address, q.data_ptr(), entries.data_ptr(), up.data_ptr(),
         addresses if tops else None, max(tops, default=0), out.data_ptr(),
-    ))  # fmt: skip
+    )  # fmt: skip
+    if status == _NO_KERNEL:
+        return torch_backend.latent_attention(q, entries, up, layout, scale, picks)
+    _check(status)
     return out
 
 
@@ -302,7 +306,6 @@ def _layout(layout: Layout) -> native.Layout:
 
 
 def _describe_layout(layout: Layout) -> native.Layout:
-    """`most`: new tokens of the sequence that has most."""
     starts, lengths = list(layout.starts), list(layout.lengths)
     tables = [table.contiguous() for table in layout.tables]
     addresses = [table.data_ptr() for table in tables]
@@ -312,7 +315,6 @@ def _describe_layout(layout: Layout) -> native.Layout:
     ]  # fmt: skip
     found = native.Layout(len(lengths), *map(ctypes.addressof, arrays))
     found.keep, found.address = (arrays, tables), ctypes.addressof(found)
-    found.most = max(stop - start for start, stop in zip(starts, starts[1:]))
     return found
 
 
@@ -401,35 +403,45 @@ def _describe_experts(e: Experts, act: str | None) -> native.Experts | None:
     return found
 
 
-def layers(x: Tensor, parts: Sequence[PlacedLayer], layout: Layout, act: str | None = None) -> Tensor | None:
-    where = _layout(layout)
-    if where.most > FEW:
+def layers(
+    x: Tensor, placed: PlacedLayers, rotations: Sequence[tuple[Tensor, Tensor]], layout: Layout, act: str | None = None
+) -> Tensor | None:
+    if not all(map(_is_plain, rotations)):
         return None
-    placed = (native.PlacedLayer * len(parts))()
-    for i, (layer, pools, rotation) in enumerate(parts):
-        place = _layer_place(x, layer, pools, rotation, act)
-        if place is None:
-            return None
-        placed[i] = place, *_angles(rotation), pools[0].data_ptr(), pools[-1].data_ptr()
+    made_for, known = (x.dtype, tuple(cosines.shape[1] for cosines, _ in rotations)), _layers[act]
+    place = known.get(placed)
+    if place is None or place.made_for != made_for:
+        known[placed] = place = SimpleNamespace(made_for=made_for, layers=_describe_layers(x, placed, rotations, act))
+    if place.layers is None:
+        return None
+    angles = (native.Rotation * len(rotations))(*map(_angles, rotations))
     out, slots = x.clone(memory_format=torch.contiguous_format), layout.slots.contiguous()
-    _check(_layers_step(len(parts), placed, where.address, out.data_ptr(), x.shape[0], slots.data_ptr()))
+    status = _layers_step(
+        len(place.layers), place.layers, angles, _layout(layout).address, out.data_ptr(), x.shape[0], slots.data_ptr()
+    )
+    if status == _NO_KERNEL:
+        return None
+    _check(status)
     return out
 
 
-def _layer_place(
-    x: Tensor, layer: Layer, pools: Sequence[Tensor], rotation: tuple[Tensor, Tensor] | None, act: str | None
-) -> int | None:
-    """Address of a layer's description; None where it or one of its parts has no kernel."""
-    layers, pool, turned = _layers[act], pools[0], 2 * rotation[0].shape[1] if rotation else 0
-    made_for = x.dtype, pool.dtype, pool.shape[1:], turned
-    if layer not in layers:
-        layers[layer] = place = _describe_layer(x, layer, pool, rotation, act)
-        if place is not None:
-            place.made_for = made_for
-    place = layers[layer]
-    if place is None or place.made_for != made_for or not _is_plain(rotation):
-        return None
-    return ctypes.addressof(place) if all(pool.is_contiguous() for pool in pools) else None
+def _describe_layers(
+    x: Tensor, placed: PlacedLayers, rotations: Sequence[tuple[Tensor, Tensor]], act: str | None
+) -> ctypes.Array | None:
+    """None where one of them has no kernel."""
+    kept = []
+    for layer, pools, which in zip(placed.layers, placed.pools, placed.rotations):
+        plain = all(pool.is_contiguous() for pool in pools)
+        described = _describe_layer(x, layer, pools[0], None if which is None else rotations[which], act) if plain else None
+        if described is None:
+            return None
+        kept.append(described)
+    found = (native.PlacedLayer * len(kept))(*(
+        (ctypes.addressof(layer), -1 if which is None else which, pools[0].data_ptr(), pools[-1].data_ptr())
+        for layer, pools, which in zip(kept, placed.pools, placed.rotations)
+    ))  # fmt: skip
+    found.keep = kept
+    return found
 
 
 def _describe_layer(

@@ -1,9 +1,9 @@
 #include "layer.h"
 
 #include <cmath>
-#include <vector>
 
 #include "moe.h"
+#include "prefill.h"
 #include "products.h"
 
 namespace tp {
@@ -11,21 +11,20 @@ namespace {
 
 // The shared experts' part of `total` [tokens, h]. exact: x in float32, in which a gate is computed as a router is.
 void add_shared(const tp_experts& e, const void* x, const float* exact, int64_t tokens, int32_t dtype, void* total) {
-  const int64_t h = e.down->n;
-  std::vector<char> part(tokens * h * item_bytes(dtype));
-  std::vector<float> gates(e.shared_gate ? tokens : 0);
-  dense(*e.shared, x, tokens, dtype, part.data());
-  if (e.shared_gate) linear(*e.shared_gate, exact, tokens, TP_FLOAT, {}, gates.data());
-  for (float& gate : gates) gate = 1.0f / (1.0f + std::exp(-gate));
-  add(total, part.data(), tokens, h, dtype, e.shared_gate ? gates.data() : nullptr);
+  const int64_t h = e.down->n, gated = e.shared_gate ? tokens : 0;
+  float* gates = static_cast<float*>(scratch(SLOT_SHARED, gated * sizeof(float) + tokens * h * item_bytes(dtype)));
+  void* part = gates + gated;
+  dense(*e.shared, x, tokens, dtype, part);
+  if (gated) linear(*e.shared_gate, exact, tokens, TP_FLOAT, {}, gates);
+  for (int64_t t = 0; t < gated; t++) gates[t] = 1.0f / (1.0f + std::exp(-gates[t]));
+  add(total, part, tokens, h, dtype, gated ? gates : nullptr);
 }
 
 }  // namespace
 
 void dense(const tp_dense& d, const void* x, int64_t tokens, int32_t dtype, void* out) {
   const int64_t n = d.weights[2]->k;
-  std::vector<char> room(2 * tokens * n * item_bytes(dtype));
-  void *gate = room.data(), *up = at(gate, dtype, tokens * n);
+  void *gate = scratch(SLOT_FEED_FORWARD, 2 * tokens * n * item_bytes(dtype)), *up = at(gate, dtype, tokens * n);
   const Linear parts[] = {{d.weights[0], d.biases[0], gate}, {d.weights[1], d.biases[1], up}};
   linears(parts, 2, x, tokens, dtype);
   swiglu(gate, up, tokens, n, dtype, {d.limit, d.alpha, d.shift});
@@ -34,19 +33,25 @@ void dense(const tp_dense& d, const void* x, int64_t tokens, int32_t dtype, void
 
 bool routed(const tp_experts& e, const void* x, int64_t tokens, int32_t dtype, void* out) {
   const int64_t h = e.down->n, experts = e.router->experts, chosen = e.router->chosen;
-  std::vector<float> wide(dtype == TP_FLOAT ? 0 : tokens * h), logits(tokens * experts), weights(tokens * chosen);
-  std::vector<int64_t> ids(tokens * chosen);
-  if (dtype != TP_FLOAT) isa().load(x, dtype, wide.data(), tokens * h);
-  const float* exact = dtype == TP_FLOAT ? static_cast<const float*>(x) : wide.data();
-  linear(*e.router_weight, exact, tokens, TP_FLOAT, e.router_bias, logits.data());
-  route(logits.data(), tokens, *e.router, ids.data(), weights.data());
+  const int64_t floats = tokens * (chosen + experts + (dtype == TP_FLOAT ? 0 : h));
+  int64_t* ids = static_cast<int64_t*>(scratch(SLOT_EXPERTS, tokens * chosen * sizeof(int64_t) + floats * sizeof(float)));
+  float *weights = reinterpret_cast<float*>(ids + tokens * chosen), *logits = weights + tokens * chosen;
+  float* wide = logits + tokens * experts;
+  if (dtype != TP_FLOAT) widen(x, tokens, h, dtype, wide);
+  const float* exact = dtype == TP_FLOAT ? static_cast<const float*>(x) : wide;
+  linear(*e.router_weight, exact, tokens, TP_FLOAT, e.router_bias, logits);
+  route(logits, tokens, *e.router, ids, weights);
   Moe moe(*e.gate_up, *e.down, {e.limit, e.alpha, e.shift}, e.gate_up_bias, e.down_bias);
-  if (!moe.run(x, ids.data(), weights.data(), tokens, chosen, dtype, out)) return false;
+  if (!moe.run(x, ids, weights, tokens, chosen, dtype, out)) return false;
   if (e.shared) add_shared(e, x, exact, tokens, dtype, out);
   return true;
 }
 
 namespace {
+
+tp_rotation rotation_of(const tp_placed_layer& placed, const Step& step) {
+  return placed.rotation < 0 ? tp_rotation{nullptr, nullptr} : step.rotations[placed.rotation];
+}
 
 // x and out [tokens, h].
 void grouped(const tp_placed_layer& placed, const Step& step, const void* x, void* out) {
@@ -54,13 +59,13 @@ void grouped(const tp_placed_layer& placed, const Step& step, const void* x, voi
   const tp_heads& heads = *g.heads;
   const int32_t dtype = heads.dtype;
   const int64_t width = step.tokens * heads.heads * heads.width, kv = step.tokens * heads.kv_heads * heads.width;
-  std::vector<char> room((2 * width + 2 * kv) * item_bytes(dtype));
-  void *q = room.data(), *turned = at(q, dtype, width), *k = at(turned, dtype, width), *v = at(k, dtype, kv);
+  void *q = scratch(SLOT_ATTENTION, (2 * width + 2 * kv) * item_bytes(dtype)), *turned = at(q, dtype, width), *k = at(turned, dtype, width), *v = at(k, dtype, kv);
   const Linear parts[] = {{g.weights[0], g.biases[0], q}, {g.weights[1], g.biases[1], k}, {g.weights[2], g.biases[2], v}};
   linears(parts, 3, x, step.tokens, dtype);
   void *keys = placed.pools[0], *values = placed.pools[1];
-  place_heads(heads, step.tokens, q, k, v, placed.cosines, placed.sines, step.slots, turned, keys, values);
-  attention(*g.attention, step.layout, turned, keys, values, q);
+  const tp_rotation by = rotation_of(placed, step);
+  place_heads(heads, step.tokens, q, k, v, by.cosines, by.sines, step.slots, turned, keys, values);
+  any_attention(*g.attention, step.layout, turned, keys, values, q);
   linear(*g.weights[3], q, step.tokens, dtype, g.biases[3], out);
 }
 
@@ -71,8 +76,8 @@ void latent(const tp_placed_layer& placed, const Step& step, const void* x, void
   const tp_latents& l = *g.latents;
   const int64_t rank = g.weights[Q_UP]->k, width = g.weights[Q_UP]->n, entry = l.rank + l.shared;
   const int64_t tokens = step.tokens, made = l.heads * l.value;
-  std::vector<char> room(tokens * (2 * rank + width + entry + made) * item_bytes(l.dtype));
-  void *down = room.data(), *normed = at(down, l.dtype, tokens * rank), *q = at(normed, l.dtype, tokens * rank);
+  const int64_t items = tokens * (2 * rank + width + entry + made);
+  void *down = scratch(SLOT_ATTENTION, items * item_bytes(l.dtype)), *normed = at(down, l.dtype, tokens * rank), *q = at(normed, l.dtype, tokens * rank);
   void *kv = at(q, l.dtype, tokens * width), *heads = at(kv, l.dtype, tokens * entry);
   const auto part = [&](int i, void* to) { return Linear{g.weights[i], g.biases[i], to}; };
   const auto project = [&](int i, const void* from, void* to) {
@@ -84,7 +89,8 @@ void latent(const tp_placed_layer& placed, const Step& step, const void* x, void
     rms_norm(down, tokens, rank, l.dtype, g.q_norm, g.eps, normed);
     project(Q_UP, normed, q);
   }
-  const Turn turn{l.shared, g.interleaved, placed.cosines, placed.sines, l.dtype};
+  const tp_rotation by = rotation_of(placed, step);
+  const Turn turn{l.shared, g.interleaved, by.cosines, by.sines, l.dtype};
   turn_ends(turn, tokens, l.heads, l.nope + l.shared, q);
   turn_ends(turn, tokens, 1, entry, kv);
   place_latents(l, tokens, kv, g.kv_norm, g.eps, step.slots, placed.pools[0]);
@@ -94,11 +100,14 @@ void latent(const tp_placed_layer& placed, const Step& step, const void* x, void
 
 }  // namespace
 
+bool has_layer(const tp_layer& l, const tp_layout& layout) {
+  return l.grouped ? has_attention(*l.grouped->attention, layout) : most_new(layout) <= FEW;
+}
+
 bool layer(const tp_placed_layer& placed, const Step& step, void* x) {
   const tp_layer& l = *placed.layer;
   const int64_t h = (l.grouped ? l.grouped->weights[3] : l.latent->weights[3])->n, tokens = step.tokens;
-  std::vector<char> room(2 * tokens * h * item_bytes(l.dtype));
-  void *y = room.data(), *z = at(y, l.dtype, tokens * h);
+  void *y = scratch(SLOT_LAYER, 2 * tokens * h * item_bytes(l.dtype)), *z = at(y, l.dtype, tokens * h);
   rms_norm(x, tokens, h, l.dtype, l.input_norm, l.eps, y);
   if (l.grouped) grouped(placed, step, y, z);
   else latent(placed, step, y, z);

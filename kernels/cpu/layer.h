@@ -1,4 +1,4 @@
-// A whole layer of attention and a feed-forward block, for few tokens.
+// A whole layer of attention and a feed-forward block.
 #pragma once
 #include <cstdint>
 
@@ -56,10 +56,15 @@ struct tp_layer {
   int32_t dtype;
 };
 
-// With angles of its rotation, null if it has none, and what it keeps of tokens: keys and values, or entries.
+// See Ops.rotation: of each new token.
+struct tp_rotation {
+  const float *cosines, *sines;
+};
+
+// With the rotation it takes, −1 for none, and what it keeps of tokens: keys and values, or entries.
 struct tp_placed_layer {
   const tp_layer* layer;
-  const float *cosines, *sines;
+  int64_t rotation;
   void* pools[2];
 };
 }
@@ -72,12 +77,16 @@ void dense(const tp_dense& d, const void* x, int64_t tokens, int32_t dtype, void
 // x and out [tokens, h]. False, and out undefined, if the router picked no expert that exists.
 bool routed(const tp_experts& experts, const void* x, int64_t tokens, int32_t dtype, void* out);
 
-// The new tokens, and where they are stored: see place_heads.
+// The new tokens, how they are turned, and where they are stored: see place_heads.
 struct Step {
   const tp_layout& layout;
   int64_t tokens;
   const int64_t* slots;
+  const tp_rotation* rotations;
 };
+
+// Whether there are kernels for all of the layer and that many tokens.
+bool has_layer(const tp_layer& l, const tp_layout& layout);
 
 // x [tokens, h] becomes what the layer makes of it. False, and x undefined, as for routed.
 bool layer(const tp_placed_layer& placed, const Step& step, void* x);

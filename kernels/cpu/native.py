@@ -21,7 +21,7 @@ from tutel_pack.spec import Moe
 LIBRARY = Path(os.environ.get("TUTEL_PACK_CPU_LIBRARY") or Path(__file__).resolve().parent / "libtutel_pack_cpu.so")
 """What the package's build makes where there is a compiler."""
 
-_INTERFACE = 7
+_INTERFACE = 8
 
 _BYTES, _P, _I32, _I64, _F32 = ctypes.c_char_p, ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_float
 _FUNCTIONS = {
@@ -41,9 +41,8 @@ _FUNCTIONS = {
     "tp_attend": (_I32, (_P, _P, _P, _P, _P, _P)),
     "tp_attend_latents": (_I32, (_P, _P, _P, _P, _P, _P, _I64, _P)),
     "tp_dense_step": (_I32, (_P, _P, _I64, _I32, _P)),
-    "tp_prefill": (_I32, (_P, _P, _P, _P, _P, _P)),
     "tp_routed": (_I32, (_P, _P, _I64, _I32, _P)),
-    "tp_layers": (_I32, (_I64, _P, _P, _P, _I64, _P)),
+    "tp_layers": (_I32, (_I64, _P, _P, _P, _P, _I64, _P)),
     "tp_read": (ctypes.c_uint64, (_P, _I64)),
 }
 
@@ -267,10 +266,16 @@ class Layer(ctypes.Structure):
     ]  # fmt: skip
 
 
+class Rotation(ctypes.Structure):
+    """tp_rotation of layer.h."""
+
+    _fields_ = [("cosines", _P), ("sines", _P)]
+
+
 class PlacedLayer(ctypes.Structure):
     """tp_placed_layer of layer.h."""
 
-    _fields_ = [("layer", _P), ("cosines", _P), ("sines", _P), ("pool", _P), ("second_pool", _P)]
+    _fields_ = [("layer", _P), ("rotation", _I64), ("pool", _P), ("second_pool", _P)]
 
 
 _SCORE_NUMBERS = {"softmax": 0, "sigmoid": 1, "sqrtsoftplus": 2, "softmax_chosen": 3}

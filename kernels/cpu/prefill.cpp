@@ -16,8 +16,7 @@ namespace {
 int64_t tokens_at_a_time(const tp_attention& a, const tp_layout& layout) {
   constexpr int64_t SUMS = 1 << 17, FEWEST = 32, BLOCKS = 4;
   const int64_t members = threads(), shared = a.heads / a.kv_heads, least = layout.sequences * a.kv_heads;
-  int64_t longest = 1;
-  for (int64_t s = 0; s < layout.sequences; s++) longest = std::max(longest, layout.starts[s + 1] - layout.starts[s]);
+  const int64_t longest = std::max<int64_t>(1, most_new(layout));
   const int64_t parts = members == 1 ? 1 : ceil_div(BLOCKS * members, least);
   const int64_t queries = std::clamp(ceil_div(longest * shared, parts), FEWEST, SUMS / a.width);
   return std::max<int64_t>(1, queries / shared);
@@ -44,13 +43,17 @@ std::vector<QueryBlock> blocks(const tp_attention& a, const tp_layout& layout, i
   return found;
 }
 
+bool prefills(const tp_attention& a) {
+  if (!isa().tiles || a.dtype != TP_BFLOAT16 || a.cached != a.dtype || a.value_width != a.width) return false;
+  return a.scale > 0;  // the largest product is taken for the largest logit
+}
+
 }  // namespace
 
 bool prefill(const tp_attention& a, const tp_layout& layout, const void* q, const void* keys, const void* values,
              void* out) {
+  if (!prefills(a)) return false;
   const Tiles* tiles = isa().tiles;
-  if (!tiles || a.dtype != TP_BFLOAT16 || a.cached != a.dtype || a.value_width != a.width) return false;
-  if (!(a.scale > 0)) return false;  // the largest product is taken for the largest logit
   const auto work = blocks(a, layout, tokens_at_a_time(a, layout));
   std::atomic<size_t> next{0};
   run([&](const Member&) {
@@ -59,6 +62,15 @@ bool prefill(const tp_attention& a, const tp_layout& layout, const void* q, cons
                     static_cast<const uint16_t*>(values), static_cast<uint16_t*>(out));
     }
   });
+  return true;
+}
+
+bool has_attention(const tp_attention& a, const tp_layout& layout) { return most_new(layout) <= FEW || prefills(a); }
+
+bool any_attention(const tp_attention& a, const tp_layout& layout, const void* q, const void* keys, const void* values,
+                   void* out) {
+  if (most_new(layout) > FEW) return prefill(a, layout, q, keys, values, out);
+  attention(a, layout, q, keys, values, out);
   return true;
 }
 

@@ -11,10 +11,17 @@ struct QueryBlock {
   const int64_t* table;
 };
 
-// As attention(), for any number of tokens. False where there is no kernel: the instruction set in use has none for
-// this dtype, or the scale is not positive.
+// As attention(), for any number of tokens. False, and nothing is done, where there is no kernel: the instruction set in
+// use has none for this dtype, or the scale is not positive.
 bool prefill(const tp_attention& a, const tp_layout& layout, const void* q, const void* keys, const void* values,
              void* out);
+
+// Whether any_attention() has a kernel for that many new tokens.
+bool has_attention(const tp_attention& a, const tp_layout& layout);
+
+// Few tokens by attention(), many by prefill(). False as there.
+bool any_attention(const tp_attention& a, const tp_layout& layout, const void* q, const void* keys, const void* values,
+                   void* out);
 
 // Tiles::attend by AMX.
 void attend_by_amx(const tp_attention& a, const QueryBlock& block, const uint16_t* q, const uint16_t* keys,

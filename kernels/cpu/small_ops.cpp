@@ -180,6 +180,10 @@ void swiglu(void* gate, const void* up, int64_t rows, int64_t n, int32_t dtype, 
   });
 }
 
+void widen(const void* x, int64_t rows, int64_t n, int32_t dtype, float* out) {
+  for_each(rows, n, [&](int64_t i) { isa().load(at(x, dtype, i * n), dtype, out + i * n, n); });
+}
+
 void add(void* total, const void* x, int64_t rows, int64_t n, int32_t dtype, const float* factors) {
   for_each(rows, n, [&](int64_t i) {
     void* sum = at(total, dtype, i * n);

@@ -40,6 +40,9 @@ void add_norm(const void* x, const void* added, int64_t rows, int64_t n, int32_t
 // gate = activation(gate, up), both [rows, n] of dtype.
 void swiglu(void* gate, const void* up, int64_t rows, int64_t n, int32_t dtype, Activation activation);
 
+// x [rows, n] of dtype as float32.
+void widen(const void* x, int64_t rows, int64_t n, int32_t dtype, float* out);
+
 // total += factors · x, rounded once; both [rows, n] of dtype, factors [rows] or null for ones.
 void add(void* total, const void* x, int64_t rows, int64_t n, int32_t dtype, const float* factors = nullptr);
 

@@ -53,7 +53,7 @@ class Shares {
 // Memory of the calling thread, aligned to 64 bytes, whose content lasts until the same slot is asked for again.
 enum Slot {
   SLOT_SCALES, SLOT_PRODUCTS, SLOT_PLAIN, SLOT_TILE, SLOT_SUMS, SLOT_PACKED, SLOT_INNER, SLOT_PACKED_INNER, SLOT_PIECES,
-  SLOT_PICKED, SLOT_COUNT
+  SLOT_PICKED, SLOT_LAYER, SLOT_ATTENTION, SLOT_FEED_FORWARD, SLOT_EXPERTS, SLOT_SHARED, SLOT_COUNT
 };
 void* scratch(Slot slot, size_t bytes);
 

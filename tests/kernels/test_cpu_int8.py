@@ -11,14 +11,14 @@ import pytest
 import torch
 from tests.kernels.reference import decode64, linear64, random_packed, tokens_of_experts, tolerance, worst_tile
 from tests.kernels.test_cpu_products import DTYPES, LINEAR, MOE, isa, three_threads  # noqa: F401  its fixtures
-from tests.kernels.test_fused import Attention, assert_close, by_parts, layer_of, normal
+from tests.kernels.test_fused import Attention, assert_close, at_once, by_parts, layer_of, normal
 from tests.kernels.test_products import CONTROLS, MoeCase, one_neighbours_scale, x_of
 from torch import Tensor
 
 from tutel_pack.errors import InputError
 from tutel_pack.formats import PackedTensor
 from tutel_pack.kernels.cpu import backend, native
-from tutel_pack.kernels.ops import CPU_ACTS, Ops, PlacedLayer, get_ops
+from tutel_pack.kernels.ops import CPU_ACTS, Ops, get_ops
 from tutel_pack.spec import ClampedSwiglu, Swiglu
 
 FORMATS = CPU_ACTS["int8"]
@@ -312,7 +312,7 @@ def test_a_layer_in_one_call(isa, mlp, dtype):
     layer, x = layer_of(case, False, mlp), normal(7, 96, dtype=dtype, seed=13)
 
     def run(ops: Ops) -> Tensor:
-        return ops.layers(x, [PlacedLayer(layer, [pool.clone() for pool in case.pools], case.rotation)], case.layout)
+        return at_once(ops, x, layer, [pool.clone() for pool in case.pools], case)
 
     single._fused = dict.fromkeys(single._fused)
     exact, got = run(isa), run(quantized)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tutel_pack.formats import FORMATS, PackedTensor
 from tutel_pack.kernels.cpu import native
-from tutel_pack.kernels.ops import Dense, Experts, Grouped, Heads, Latent, Layer, Layout, Ops, PlacedLayer
+from tutel_pack.kernels.ops import Dense, Experts, Grouped, Heads, Latent, Layer, Layout, Ops, PlacedLayers
 from tutel_pack.spec import ClampedSwiglu, Moe, Rope, Router, Swiglu
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -231,6 +231,11 @@ def layer_of(case: Attention, biased: bool, mlp: str = "experts") -> Layer:
     return Layer(*norms, 1e-5, Grouped(qkv, output, case.heads), mlps[mlp])
 
 
+def at_once(ops: Ops, x: Tensor, layer: Layer, pools: list[Tensor], case: Attention | Latents) -> Tensor | None:
+    rotations = [] if case.rotation is None else [case.rotation]
+    return ops.layers(x, PlacedLayers([layer], [pools], [0 if rotations else None]), rotations, case.layout)
+
+
 def by_parts(ops: Ops, x: Tensor, layer: Layer, pools: list[Tensor], case: Attention | Latents) -> Tensor:
     attended = grouped if isinstance(layer.attention, Grouped) else latent
     x = x + attended(ops, ops.rms_norm(x, layer.input_norm, layer.eps), layer.attention, pools, case)
@@ -250,13 +255,48 @@ def test_layer(ops, name, mlp, dtype):
     case = Attention(dtype, **HEADS[name])
     layer, x = layer_of(case, name == "all", mlp), normal(7, 96, dtype=dtype, seed=13)
     before, pools = x.clone(), [[pool.clone() for pool in case.pools] for _ in range(2)]
-    got = ops.layers(x, [PlacedLayer(layer, pools[0], case.rotation)], case.layout)
+    got = at_once(ops, x, layer, pools[0], case)
     assert torch.equal(x, before) and (got is None) == (ops.name == "torch")
     if got is not None:
         expected = by_parts(ops, x, layer, pools[1], case)
         assert torch.equal(got, expected) and all(torch.equal(a, b) for a, b in zip(*pools))
         swapped = replace(layer, input_norm=layer.post_norm, post_norm=layer.input_norm)
-        assert not torch.equal(ops.layers(x, [PlacedLayer(swapped, pools[0], case.rotation)], case.layout), got)
+        assert not torch.equal(at_once(ops, x, swapped, pools[0], case), got)
+
+
+@pytest.mark.parametrize("mlp", ["experts", "gated", "dense"])
+def test_layers_of_prompts(ops, mlp):
+    """At once where there is a matrix unit: a layer twice, with pools of its own each time."""
+    rope, dtype = Rope(1e4, 32), torch.bfloat16
+    case, x = Attention(dtype, normed=True, rope=rope, window=7, sinks=True), normal(21, 96, dtype=dtype, seed=13)
+    slots = torch.tensor([5 * 16 + 6, *range(8 * 16, 9 * 16), *range(2 * 16, 2 * 16 + 4)])
+    case.layout = Layout([0, 1, 21], [71, 20], [torch.tensor([3, 1, 7, 0, 5]), torch.tensor([8, 2])], slots)
+    case.rotation = Ops("torch").rotation(torch.tensor([70, *range(20)]), rope)
+    layer, pools = layer_of(case, True, mlp), [[pool.clone() for pool in case.pools] for _ in range(4)]
+    placed = PlacedLayers([layer, layer], pools[:2], [0, None])
+    got = ops.layers(x, placed, [case.rotation], case.layout)
+    assert (got is None) == (ops.name == "torch" or native.selected() != "amx")
+    if got is not None:
+        between = by_parts(ops, x, layer, pools[2], case)
+        case.rotation = None
+        assert torch.equal(got, by_parts(ops, between, layer, pools[3], case))
+        assert all(torch.equal(a, b) for i in range(2) for a, b in zip(pools[i], pools[2 + i]))
+
+
+def test_layers_know_what_they_were_described_for(ops):
+    """The same layers for another dtype, and as before; and layers that do not fit together."""
+    if ops.name == "torch":
+        return
+    case = Attention(torch.float32)
+    layer, x = layer_of(case, False), normal(7, 96, seed=13)
+    placed = PlacedLayers([layer], [[pool.clone() for pool in case.pools]], [None])
+    before = ops.layers(x, placed, [], case.layout)
+    assert ops.layers(x.half(), placed, [], case.layout) is None
+    assert torch.equal(ops.layers(x, placed, [], case.layout), before)
+    with pytest.raises(ValueError, match="layers cannot take"):
+        PlacedLayers([layer, replace(layer, input_norm=layer.input_norm[:-1])], [case.pools] * 2, [None] * 2)
+    with pytest.raises(ValueError, match="layers cannot take"):
+        ops.layers(x[:, :-1].contiguous(), placed, [], case.layout)
 
 
 class Latents:
@@ -301,7 +341,7 @@ def test_layer_of_latents(ops, name, dtype):
     case = Latents(dtype, **LATENTS[name])
     x, pools = normal(6, 96, dtype=dtype, seed=13), [[case.pools[0].clone()] for _ in range(3)]
     before = x.clone()
-    got = ops.layers(x, [PlacedLayer(case.layer, pools[0], case.rotation)], case.layout)
+    got = at_once(ops, x, case.layer, pools[0], case)
     assert torch.equal(x, before) and (got is None) == (ops.name == "torch")
     if got is not None:
         assert_close(got, by_parts(ops, x, case.layer, pools[1], case))
@@ -311,16 +351,15 @@ def test_layer_of_latents(ops, name, dtype):
         for changes in ({"scale": 0.1}, {"interleaved": not a.interleaved}, *flips):
             layer = replace(case.layer, attention=replace(a, **changes))
             with pytest.raises(AssertionError):
-                assert_close(ops.layers(x, [PlacedLayer(layer, pools[2], case.rotation)], case.layout), got)
+                assert_close(at_once(ops, x, layer, pools[2], case), got)
 
 
 def test_what_a_layer_leaves_to_single_operations(ops):
     case = Attention(torch.float16)
-    alone = [PlacedLayer(layer_of(case, False), case.pools, None)]
-    assert ops.layers(normal(7, 96, dtype=torch.float16), alone, case.layout) is None
+    assert at_once(ops, normal(7, 96, dtype=torch.float16), layer_of(case, False), case.pools, case) is None
     case = Attention(torch.float32)
     case.layout = Layout([0, 9], [9], [torch.tensor([0])], torch.arange(9))  # so many that matrices are multiplied
-    assert ops.layers(normal(9, 96), [PlacedLayer(layer_of(case, False), case.pools, None)], case.layout) is None
+    assert at_once(ops, normal(9, 96), layer_of(case, False), case.pools, case) is None
 
 
 def attend_arguments(heads: int, width: int, rotated: int, dtype: torch.dtype) -> tuple:
