@@ -104,8 +104,10 @@ def rotation(positions: Tensor, rope: Rope, layout: Layout | None) -> tuple[Tens
     else:
         frequencies = _frequencies_on(rope, positions.device)[None]
     angles = positions.float()[:, None] * frequencies
-    magnitude = rope.scaling.magnitude if isinstance(rope.scaling, Yarn) else 1.0
-    return angles.cos() * magnitude, angles.sin() * magnitude
+    cosines, sines = angles.cos(), angles.sin()
+    if not isinstance(rope.scaling, Yarn):
+        return cosines, sines
+    return cosines * rope.scaling.magnitude, sines * rope.scaling.magnitude
 
 
 def _dynamic_frequencies(positions: Tensor, rope: Rope, layout: Layout | None) -> Tensor:

@@ -142,10 +142,10 @@ class PagedCache:
             new = range(length - (batch.starts[s + 1] - batch.starts[s]), length)
             slots += [table[position // size] * size + position % size for position in new]
         tables = [
-            torch.tensor(table[: -(-length // size)], dtype=torch.int64).to(device)
+            torch.tensor(table[: -(-length // size)], dtype=torch.int64, device=device)
             for table, length in zip(batch.block_tables, batch.lengths)
         ]
-        slots = torch.tensor(slots, dtype=torch.int64).to(device)
+        slots = torch.tensor(slots, dtype=torch.int64, device=device)
         return Layout(batch.starts, batch.lengths, tables, slots, self._states(batch))
 
     def _states(self, batch: Batch) -> Tensor | None:

@@ -92,7 +92,7 @@ def sample(logits: Tensor, samplers: Sequence[Sampler]) -> list[int]:
     drawn = [row for row, s in enumerate(samplers) if not s.params.greedy]
     if drawn:
         tokens[drawn] = _draw(logits[drawn], [samplers[row] for row in drawn])
-    tokens = torch.where(best.isfinite(), tokens, -1).tolist()
+    tokens = [token if math.isfinite(most) else -1 for most, token in zip(best.tolist(), tokens.tolist())]
     for sampler, token in zip(samplers, tokens):
         if sampler.seen is not None and token >= 0:
             sampler.seen[token] = True

@@ -94,6 +94,8 @@ void linears_packed_alike(const Linear* parts, int64_t count, const void* x, int
   const tp_weight& w = *parts->w;
   const Packed packed(w, tokens, tiles_pay(w, tokens) && tiles_are_right(w, x, dtype, tokens * w.k), SLOT_PACKED);
   const int64_t step = tokens_at_a_time(w);
+  int64_t rows = 0;
+  for (int64_t i = 0; i < count; i++) rows += parts[i].w->n;
   Shares shares;
   run([&](const Member& me) {
     int64_t first, last;
@@ -101,11 +103,12 @@ void linears_packed_alike(const Linear* parts, int64_t count, const void* x, int
     packed.pack(first, last, dtype, [&](int64_t t) { return at(x, dtype, t * w.k); });
     me.barrier();
     shares.take(me, [&](const Member& share) {
-      for (int64_t i = 0; i < count; i++) {
-        int64_t begin, end;
-        share.share(parts[i].w->n, BLOCK, begin, end);
-        for (int64_t t = 0; t < tokens; t += step) {
-          linear_part(packed, parts[i], begin, end, t, std::min(step, tokens - t), dtype);
+      int64_t begin, end, start = 0;  // of this share, and of a part, among the rows of all parts
+      share.share(rows, BLOCK, begin, end);
+      for (int64_t i = 0; i < count; start += parts[i++].w->n) {
+        const int64_t first = std::max<int64_t>(begin - start, 0), last = std::min(end - start, parts[i].w->n);
+        for (int64_t t = 0; t < tokens && first < last; t += step) {
+          linear_part(packed, parts[i], first, last, t, std::min(step, tokens - t), dtype);
         }
       }
     });
