@@ -16,6 +16,7 @@ constexpr int TILE_ROWS = 16, STEP = 32;      // of a tile of weights: rows, and
 constexpr int TILE = TILE_ROWS * STEP;        // its items
 constexpr int64_t BAND = 2 * TILE_ROWS;       // rows worked on at a time
 constexpr int64_t MOST = 48;                  // vectors whose sums fit into tiles at once
+constexpr int64_t LINE = 64;                  // bytes that memory gives at once, as many as a group has of a row
 
 // Columns decoded at a time: 8 KB of tiles, a sixth of the first cache. More where sums are stored in between.
 int64_t columns_at_a_time(int64_t vectors) { return vectors <= MOST ? 128 : vectors <= 128 ? 256 : 512; }
@@ -301,24 +302,28 @@ struct Band {
     for (int64_t r = count; r < BAND; r++) factor[r] = 0;
   }
 
-  // Tiles of groups first … last − 1, those of a step for both halves of the band side by side.
-  void decode(int64_t first, int64_t last) const {
+  // Where the next band has what is as many columns as groups first … of this one: its memory is fetched in order.
+  const uint8_t* soon(int64_t first) const { return data + BAND * (w.w->row_bytes + first * T::bytes); }
+
+  // Tiles of groups first … last − 1, those of a step for both halves of the band side by side. Every `apart` rows, a
+  // line of the next band is fetched.
+  void decode(int64_t first, int64_t last, int64_t apart) const {
     for (int64_t g = first; g < last; g++) {
       uint16_t* out = tiles + (g - first) * T::vectors * 2 * TILE;
+      const uint8_t* next = soon(first) + (g - first) * BAND / apart * LINE;
       const int64_t left = size - g * T::bytes;
-      if (left > T::bytes) decode_group(g, out, [](const uint8_t* p) { return T::load(p); });
-      else decode_group(g, out, [left](const uint8_t* p) { return T::load_part(p, left); });
+      if (left > T::bytes) decode_group(g, next, apart, out, [](const uint8_t* p) { return T::load(p); });
+      else decode_group(g, next, apart, out, [left](const uint8_t* p) { return T::load_part(p, left); });
     }
   }
 
  private:
-  // A group's columns of all rows, which are rows of tiles. As much of the next band is fetched meanwhile, in the order
-  // of memory: products wait for vectors from the second cache and leave no room for that.
+  // A group's columns of all rows, which are rows of tiles.
   template <class Load>
-  void decode_group(int64_t g, uint16_t* out, Load&& load) const {
-    const uint8_t *p = data + g * T::bytes, *soon = data + BAND * (w.w->row_bytes + g * T::bytes);
+  void decode_group(int64_t g, const uint8_t* next, int64_t apart, uint16_t* out, Load&& load) const {
+    const uint8_t* p = data + g * T::bytes;
     for (int64_t r = 0; r < rows; r++, p += w.w->row_bytes, out += STEP) {
-      __builtin_prefetch(soon + r * T::bytes, 0, 2);
+      if (r % apart == 0) __builtin_prefetch(next + r / apart * LINE, 0, 2);
       __m512i words[T::vectors];
       T::decode(load(p), row_scales[r] + g * ITEMS<T>, words);
 #pragma GCC unroll 4
@@ -327,19 +332,29 @@ struct Band {
   }
 };
 
-// x: blocks of 16 vectors, but that the last one has `last`. STREAM: they are too many to stay in the first cache.
-template <int BLOCKS, bool STREAM>
-void multiply(const uint16_t* tiles, int64_t steps, const uint16_t* const (&x)[BLOCKS], int64_t last) {
+template <int LINES>
+inline void fetch(const uint8_t* lines) {
+#pragma GCC unroll 16
+  for (int i = 0; i < LINES; i++) __builtin_prefetch(lines + i * LINE, 0, 2);
+}
+
+// x: blocks of 16 vectors, but that the last one has `last`. LINES: of weights to come, from `soon` on, that each step
+// fetches; none where vectors are too many to stay in the first cache, for they need the same buffers.
+template <int BLOCKS, int LINES>
+void multiply(const uint16_t* tiles, int64_t steps, const uint16_t* const (&x)[BLOCKS], int64_t last, const uint8_t* soon) {
+  constexpr bool STREAM = LINES == 0;
   const int narrow = static_cast<int>(4 * last);
-  for (int64_t s = 0; s < steps; s++, tiles += 2 * TILE) {
+  for (int64_t s = 0; s < steps; s++, tiles += 2 * TILE, soon += LINES * LINE) {
     const uint16_t *first = x[0] + s * STEP * (BLOCKS == 1 ? last : BLOCK), *end = x[BLOCKS - 1] + s * STEP * last;
     if constexpr (BLOCKS == 3) {
       const uint16_t* middle = x[1] + s * STEP * BLOCK;
       _tile_loadd(6, tiles, 64);
       _tile_loadd(7, first, 64);
       _tile_dpbf16ps(0, 6, 7);
+      fetch<LINES / 2>(soon);
       _tile_loadd(7, middle, 64);
       _tile_dpbf16ps(1, 6, 7);
+      fetch<LINES / 2>(soon + LINES / 2 * LINE);
       _tile_loadd(7, end, narrow);
       _tile_dpbf16ps(2, 6, 7);
       _tile_loadd(6, tiles + TILE, 64);
@@ -354,8 +369,10 @@ void multiply(const uint16_t* tiles, int64_t steps, const uint16_t* const (&x)[B
       else _tile_loadd(6, first, 64);
       _tile_loadd(4, tiles, 64);
       _tile_dpbf16ps(0, 4, 6);
+      fetch<LINES / 2>(soon);
       _tile_loadd(5, tiles + TILE, 64);
       _tile_dpbf16ps(2, 5, 6);
+      fetch<LINES / 2>(soon + LINES / 2 * LINE);
       if (BLOCKS == 1) continue;
       if (STREAM && last == BLOCK) _tile_stream_loadd(7, end, 64);
       else _tile_loadd(7, end, narrow);
@@ -448,12 +465,16 @@ void products(const Matrix& w, int64_t first, int64_t last, const uint16_t* pack
   const int64_t chunk = std::min(columns_at_a_time(vectors) / T::group, all);
   Band<T> band(w, chunk);
   float* sums = static_cast<float*>(scratch(SLOT_SUMS, (ceil_div(vectors, PAIR) * SUMS + MOST_SUMS) * sizeof(float)));
+  // Memory is fetched half while decoding and half while multiplying: at once it would keep all of the cache's buffers.
+  constexpr int LINES = BAND / T::vectors / 2;
+  const int64_t apart = vectors > MOST ? 1 : 2;
   TileConfig(std::min<int64_t>(vectors, TILE_ROWS)).load();
   for (int64_t row = first; row < last; row += BAND) {
     band.start(row, std::min(last - row, BAND));
     for (int64_t g = 0; g < all; g += chunk) {
       const int64_t end = std::min(g + chunk, all), steps = (end - g) * T::vectors;
-      band.decode(g, end);
+      band.decode(g, end, apart);
+      const uint8_t* soon = band.soon(g) + (end - g) * BAND / 2 * LINE;
       asm volatile("" ::: "memory");
       for_blocks(vectors, [&](auto blocks, int64_t v, int64_t narrow) {
         constexpr int N = blocks();
@@ -464,8 +485,8 @@ void products(const Matrix& w, int64_t first, int64_t last, const uint16_t* pack
         float* kept = sums + v / PAIR * SUMS;
         if (g == 0) clear_sums<N>();
         else if (vectors > MOST) load_sums<N>(kept);
-        if (vectors > MOST) multiply<N, true>(band.tiles, steps, x, narrow);
-        else multiply<N, false>(band.tiles, steps, x, narrow);
+        if (vectors > MOST) multiply<N, 0>(band.tiles, steps, x, narrow, nullptr);
+        else multiply<N, LINES>(band.tiles, steps, x, narrow, soon);
         if (end == all || vectors > MOST) save_sums<N>(kept);
         if (end == all) store_products<N>(kept, band.factor, band.rows, narrow, out + v * stride + row - first, stride);
       });
