@@ -305,25 +305,25 @@ struct Band {
   // Where the next band has what is as many columns as groups first … of this one: its memory is fetched in order.
   const uint8_t* soon(int64_t first) const { return data + BAND * (w.w->row_bytes + first * T::bytes); }
 
-  // Tiles of groups first … last − 1, those of a step for both halves of the band side by side. Every `apart` rows, a
-  // line of the next band is fetched.
-  void decode(int64_t first, int64_t last, int64_t apart) const {
+  // Tiles of groups first … last − 1, those of a step for both halves of the band side by side. For every row of a group
+  // as many bytes of the next band are fetched.
+  void decode(int64_t first, int64_t last, int64_t bytes) const {
     for (int64_t g = first; g < last; g++) {
       uint16_t* out = tiles + (g - first) * T::vectors * 2 * TILE;
-      const uint8_t* next = soon(first) + (g - first) * BAND / apart * LINE;
+      const uint8_t* next = soon(first) + (g - first) * BAND * bytes;
       const int64_t left = size - g * T::bytes;
-      if (left > T::bytes) decode_group(g, next, apart, out, [](const uint8_t* p) { return T::load(p); });
-      else decode_group(g, next, apart, out, [left](const uint8_t* p) { return T::load_part(p, left); });
+      if (left > T::bytes) decode_group(g, next, bytes, out, [](const uint8_t* p) { return T::load(p); });
+      else decode_group(g, next, bytes, out, [left](const uint8_t* p) { return T::load_part(p, left); });
     }
   }
 
  private:
   // A group's columns of all rows, which are rows of tiles.
   template <class Load>
-  void decode_group(int64_t g, const uint8_t* next, int64_t apart, uint16_t* out, Load&& load) const {
+  void decode_group(int64_t g, const uint8_t* next, int64_t bytes, uint16_t* out, Load&& load) const {
     const uint8_t* p = data + g * T::bytes;
     for (int64_t r = 0; r < rows; r++, p += w.w->row_bytes, out += STEP) {
-      if (r % apart == 0) __builtin_prefetch(next + r / apart * LINE, 0, 2);
+      __builtin_prefetch(next + r * bytes, 0, 2);
       __m512i words[T::vectors];
       T::decode(load(p), row_scales[r] + g * ITEMS<T>, words);
 #pragma GCC unroll 4
@@ -467,13 +467,13 @@ void products(const Matrix& w, int64_t first, int64_t last, const uint16_t* pack
   float* sums = static_cast<float*>(scratch(SLOT_SUMS, (ceil_div(vectors, PAIR) * SUMS + MOST_SUMS) * sizeof(float)));
   // Memory is fetched half while decoding and half while multiplying: at once it would keep all of the cache's buffers.
   constexpr int LINES = BAND / T::vectors / 2;
-  const int64_t apart = vectors > MOST ? 1 : 2;
+  const int64_t bytes = vectors > MOST ? LINE : LINE / 2;
   TileConfig(std::min<int64_t>(vectors, TILE_ROWS)).load();
   for (int64_t row = first; row < last; row += BAND) {
     band.start(row, std::min(last - row, BAND));
     for (int64_t g = 0; g < all; g += chunk) {
       const int64_t end = std::min(g + chunk, all), steps = (end - g) * T::vectors;
-      band.decode(g, end, apart);
+      band.decode(g, end, bytes);
       const uint8_t* soon = band.soon(g) + (end - g) * BAND / 2 * LINE;
       asm volatile("" ::: "memory");
       for_blocks(vectors, [&](auto blocks, int64_t v, int64_t narrow) {

@@ -59,7 +59,8 @@ void grouped(const tp_placed_layer& placed, const Step& step, const void* x, voi
   const tp_heads& heads = *g.heads;
   const int32_t dtype = heads.dtype;
   const int64_t width = step.tokens * heads.heads * heads.width, kv = step.tokens * heads.kv_heads * heads.width;
-  void *q = scratch(SLOT_ATTENTION, (2 * width + 2 * kv) * item_bytes(dtype)), *turned = at(q, dtype, width), *k = at(turned, dtype, width), *v = at(k, dtype, kv);
+  void *q = scratch(SLOT_ATTENTION, (2 * width + 2 * kv) * item_bytes(dtype)), *turned = at(q, dtype, width);
+  void *k = at(turned, dtype, width), *v = at(k, dtype, kv);
   const Linear parts[] = {{g.weights[0], g.biases[0], q}, {g.weights[1], g.biases[1], k}, {g.weights[2], g.biases[2], v}};
   linears(parts, 3, x, step.tokens, dtype);
   void *keys = placed.pools[0], *values = placed.pools[1];
@@ -77,7 +78,8 @@ void latent(const tp_placed_layer& placed, const Step& step, const void* x, void
   const int64_t rank = g.weights[Q_UP]->k, width = g.weights[Q_UP]->n, entry = l.rank + l.shared;
   const int64_t tokens = step.tokens, made = l.heads * l.value;
   const int64_t items = tokens * (2 * rank + width + entry + made);
-  void *down = scratch(SLOT_ATTENTION, items * item_bytes(l.dtype)), *normed = at(down, l.dtype, tokens * rank), *q = at(normed, l.dtype, tokens * rank);
+  void *down = scratch(SLOT_ATTENTION, items * item_bytes(l.dtype)), *normed = at(down, l.dtype, tokens * rank);
+  void* q = at(normed, l.dtype, tokens * rank);
   void *kv = at(q, l.dtype, tokens * width), *heads = at(kv, l.dtype, tokens * entry);
   const auto part = [&](int i, void* to) { return Linear{g.weights[i], g.biases[i], to}; };
   const auto project = [&](int i, const void* from, void* to) {
