@@ -39,10 +39,10 @@ bool Moe::sort(const int64_t* ids, int64_t tokens, int64_t k) {
 
 // Calls work(part) for a share of `rows` rows of every run, in the order of memory. Shares cost the same.
 template <class Work>
-void Moe::for_parts(const Member& share, int64_t rows, Work&& work) const {
+void Moe::for_parts(const Share& share, int64_t rows, Work&& work) const {
   int64_t total = 0;
   for (const Run& run : runs_) total += (DECODING + run.count) * rows;
-  const int64_t begin = total * share.index / share.count, end = total * (share.index + 1) / share.count;
+  const int64_t begin = total * share.first / share.count, end = total * share.last / share.count;
   int64_t start = 0;
   for (const Run& run : runs_) {
     const int64_t cost = DECODING + run.count;
@@ -120,7 +120,7 @@ bool Moe::run(const void* x, const int64_t* ids, const float* weights, int64_t t
       packed.pack(first, last, dtype, [&](int64_t t) { return at(x, dtype, t * h); });
     }
     me.barrier();
-    shares.take(me, [&](const Member& share) {
+    shares.take(me, [&](const Share& share) {
       for_parts(share, i, [&](const Part& part) { gate_and_up(part, packed, inner_dtype, inner); });
     });
     me.barrier();
@@ -129,7 +129,7 @@ bool Moe::run(const void* x, const int64_t* ids, const float* weights, int64_t t
     for (int64_t row = 0; row < h; row += tile) {
       const int64_t rows = std::min(tile, h - row);
       me.barrier();
-      shares.take(me, [&](const Member& share) {
+      shares.take(me, [&](const Share& share) {
         for_parts(share, rows, [&](const Part& part) { down(part, packed_inner, row, rows, pieces); });
       });
       me.barrier();

@@ -30,7 +30,7 @@ class Moe {
 
   bool sort(const int64_t* ids, int64_t tokens, int64_t k);
   template <class Work>
-  void for_parts(const Member& share, int64_t rows, Work&& work) const;
+  void for_parts(const Share& share, int64_t rows, Work&& work) const;
   template <class X>
   void pack_runs(const Member& me, const Packed& packed, int32_t from, X&& x) const;
   void down(const Part& part, const Packed& inner, int64_t row, int64_t rows, float* pieces) const;

@@ -102,9 +102,9 @@ void linears_packed_alike(const Linear* parts, int64_t count, const void* x, int
     me.share(tokens, BLOCK, first, last);
     packed.pack(first, last, dtype, [&](int64_t t) { return at(x, dtype, t * w.k); });
     me.barrier();
-    shares.take(me, [&](const Member& share) {
+    shares.take(me, [&](const Share& share) {
       int64_t begin, end, start = 0;  // of this share, and of a part, among the rows of all parts
-      share.share(rows, BLOCK, begin, end);
+      share.of(rows, BLOCK, begin, end);
       for (int64_t i = 0; i < count; start += parts[i++].w->n) {
         const int64_t first = std::max<int64_t>(begin - start, 0), last = std::min(end - start, parts[i].w->n);
         for (int64_t t = 0; t < tokens && first < last; t += step) {

@@ -192,10 +192,10 @@ void Member::barrier() const {
   if (count > 1) team->barrier();
 }
 
-void Member::share(int64_t n, int64_t grain, int64_t& first, int64_t& last) const {
+void Share::of(int64_t n, int64_t grain, int64_t& begin, int64_t& end) const {
   const int64_t grains = (n + grain - 1) / grain;
-  first = std::min(n, grains * index / count * grain);
-  last = std::min(n, grains * (index + 1) / count * grain);
+  begin = std::min(n, grains * first / count * grain);
+  end = std::min(n, grains * last / count * grain);
 }
 
 int threads() {

@@ -1,10 +1,19 @@
 // A team of threads for short jobs that follow each other closely.
 #pragma once
+#include <algorithm>
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
 
 namespace tp {
+
+// Parts first … last − 1 of `count` equal ones.
+struct Share {
+  int first, last, count;
+
+  // What it is of 0 … n − 1, from `begin` to `end`; parts differ by at most one `grain`.
+  void of(int64_t n, int64_t grain, int64_t& begin, int64_t& end) const;
+};
 
 // One thread's view of a job that all threads of a team run at once.
 struct Member {
@@ -14,7 +23,9 @@ struct Member {
   void barrier() const;
 
   // The contiguous part of 0 … n − 1 that this member works on; parts differ by at most one `grain`.
-  void share(int64_t n, int64_t grain, int64_t& first, int64_t& last) const;
+  void share(int64_t n, int64_t grain, int64_t& first, int64_t& last) const {
+    Share{index, index + 1, count}.of(n, grain, first, last);
+  }
 };
 
 int threads();
@@ -29,15 +40,21 @@ void run(Job&& job) {
   run([](void* context, const Member& me) { (*static_cast<Job*>(context))(me); }, &job);
 }
 
-// Equal shares of a job, of which a member takes the next one when it is done with one: processors are not always
-// equally fast.
+// Shares of a job, of which a member takes the next one when it is done with one: processors are not always equally fast.
+// Half of what is left, divided by the members, is the next share: large ones are read in long streams, and with small
+// ones at the end all members are done at about the same time.
 class Shares {
  public:
-  // Calls work(share) with each share as if it were a member's.
+  // Calls work(share) with each share that the member takes.
   template <class Work>
   void take(const Member& me, Work&& work) {
-    const int shares = me.count == 1 ? 1 : EACH * me.count;
-    for (int share; (share = taken_.fetch_add(1, std::memory_order_relaxed)) < shares;) work(Member{share, shares});
+    const int parts = me.count == 1 ? 1 : EACH * me.count;
+    for (int first = taken_.load(std::memory_order_relaxed); first < parts;) {
+      const int next = first + std::max(1, (parts - first) / (2 * me.count));
+      if (!taken_.compare_exchange_weak(first, next, std::memory_order_relaxed)) continue;
+      work(Share{first, next, parts});
+      first = taken_.load(std::memory_order_relaxed);
+    }
   }
 
   // For the next job; all members call it, between two barriers.
@@ -46,7 +63,7 @@ class Shares {
   }
 
  private:
-  static constexpr int EACH = 4;
+  static constexpr int EACH = 16;  // parts for each member
   std::atomic<int> taken_{0};
 };
 
