@@ -194,7 +194,9 @@ class PlacedLayers:
 
     def __post_init__(self):
         norms = [norm for layer in self.layers for norm in (layer.input_norm, layer.post_norm)]
-        _check(all(norm.shape == norms[0].shape for norm in norms), "layers", *norms)
+        fits = 0 < len(self.layers) == len(self.pools) == len(self.rotations)
+        fits = fits and all(p.shape == pools[0].shape and p.dtype == pools[0].dtype for pools in self.pools for p in pools)
+        _check(fits and all(norm.shape == norms[0].shape for norm in norms), "layers", *norms)
 
 
 def get_ops(backend: str = "auto", device: torch.device | str = "cpu", act: str | None = None) -> Ops:

@@ -23,7 +23,7 @@ class Batch:
     lengths: S numbers; how many positions a sequence has with its new tokens, 0 where it has no new ones.
     block_tables: S lists of cache block ids; entry j of a list holds the sequence's positions j·B … j·B + B − 1 (B is
         the cache's block size) and the list covers every position up to the sequence's last new token.
-    rows: int64 [R], the tokens whose logits are wanted, in ascending order.
+    rows: int64 [R], the tokens whose logits are wanted.
     slots: S state slots of the cache; may be empty for a model that keeps no states.
     """
 

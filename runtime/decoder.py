@@ -78,7 +78,7 @@ class Decoder:
         last norm, of every token. Token ids must be in 0 … vocab − 1.
         """
         x = self._hidden(batch.tokens, batch.positions, cache.layout(batch), cache)
-        logits = self._logits(x if len(batch.rows) == len(x) else x[batch.rows])
+        logits = self._logits(x[batch.rows])
         return (logits, x) if hidden else logits
 
     @torch.no_grad()

@@ -88,6 +88,7 @@ int32_t guarded(Work&& work) {
   try {
     return work();
   } catch (const std::bad_alloc&) {
+    drop_scratch();  // fewer tokens may fit then
     return TP_NO_MEMORY;
   } catch (const std::system_error&) {  // threads are refused for want of memory too
     return TP_NO_MEMORY;

@@ -174,7 +174,7 @@ def describe(w: Tensor | PackedTensor, act: str | None = None) -> Weight | None:
         segment_count=len(segments), format=_FORMATS[name], scale_type=_SCALES[None if scale is None else scale.dtype],
         act=_ACTS[act] if name in FOUR_BITS else 0,
     )  # fmt: skip
-    found.keep = (rows, *parts)
+    found.keep = rows, *(p for p in parts if p is not w)  # a weight that is kept would never be forgotten
     return found
 
 

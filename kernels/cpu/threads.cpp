@@ -186,6 +186,11 @@ struct Buffers {
   }
 };
 
+Buffers& own_buffers() {
+  thread_local Buffers buffers;
+  return buffers;
+}
+
 }  // namespace
 
 void Member::barrier() const {
@@ -214,7 +219,7 @@ void run(void (*job)(void*, const Member&), void* context) {
 }
 
 void* scratch(Slot slot, size_t bytes) {
-  thread_local Buffers buffers;
+  Buffers& buffers = own_buffers();
   if (buffers.size[slot] < bytes) {
     std::free(buffers.data[slot]);
     buffers.data[slot] = nullptr;
@@ -225,6 +230,15 @@ void* scratch(Slot slot, size_t bytes) {
     buffers.size[slot] = size;
   }
   return buffers.data[slot];
+}
+
+void drop_scratch() {
+  Buffers& buffers = own_buffers();
+  for (int slot = 0; slot < SLOT_COUNT; slot++) {
+    std::free(buffers.data[slot]);
+    buffers.data[slot] = nullptr;
+    buffers.size[slot] = 0;
+  }
 }
 
 }  // namespace tp

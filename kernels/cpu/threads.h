@@ -74,4 +74,7 @@ enum Slot {
 };
 void* scratch(Slot slot, size_t bytes);
 
+// Gives all of it back.
+void drop_scratch();
+
 }  // namespace tp

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -295,8 +296,20 @@ def test_layers_know_what_they_were_described_for(ops):
     assert torch.equal(ops.layers(x, placed, [], case.layout), before)
     with pytest.raises(ValueError, match="layers cannot take"):
         PlacedLayers([layer, replace(layer, input_norm=layer.input_norm[:-1])], [case.pools] * 2, [None] * 2)
+    for pools, rotations in (([case.pools], []), ([], []), ([[case.pools[0], case.pools[1][1:]]], [None])):
+        with pytest.raises(ValueError, match="layers cannot take"):
+            PlacedLayers([layer], pools, rotations)
     with pytest.raises(ValueError, match="layers cannot take"):
         ops.layers(x[:, :-1].contiguous(), placed, [], case.layout)
+
+
+@pytest.mark.parametrize("plain", [True, False])
+def test_weights_are_forgotten(ops, plain):
+    w = normal(96, 128, dtype=torch.bfloat16) if plain else random_packed("fp8", (96, 128))
+    held = weakref.ref(w)
+    ops.linear(normal(20, 128, dtype=torch.bfloat16), w)
+    del w
+    assert held() is None
 
 
 class Latents:

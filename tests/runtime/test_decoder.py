@@ -161,6 +161,15 @@ def test_rows_and_hidden(pair):
     assert hidden.shape == (10, CONFIG["hidden_size"]) and torch.allclose(hidden[:6], expected, atol=1e-4)
 
 
+def test_sequences_without_new_tokens(pair):
+    """Which have a row all the same, as many as there are tokens."""
+    decoder, (new,) = pair.decoder(), prompts(2)
+    cache = decoder.new_cache(3)
+    tables = [cache.allocate(1) for _ in range(3)]
+    alone = decoder.forward(Batch.build([new], [0], tables[:1]), cache)[0]
+    assert torch.allclose(decoder.forward(Batch.build([new, []], [0, 0], tables[1:]), cache)[0], alone, atol=1e-5)
+
+
 def bfloat16_errors(fmt: str, **options) -> tuple[torch.Tensor, torch.Tensor]:
     """(ours, theirs): errors in bfloat16 against float64 at each of 160 positions."""
     pair = Pair(fmt, **options)
