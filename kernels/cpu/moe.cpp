@@ -37,7 +37,7 @@ bool Moe::sort(const int64_t* ids, int64_t tokens, int64_t k) {
   return true;
 }
 
-// Calls work(part) for a share of `rows` rows of every run, in the order of memory. Shares cost the same.
+// Calls work(part) for a share of `rows` rows of every run, in the order of memory. Parts of shares cost the same.
 template <class Work>
 void Moe::for_parts(const Share& share, int64_t rows, Work&& work) const {
   int64_t total = 0;

@@ -182,7 +182,13 @@ struct Buffers {
   void* data[SLOT_COUNT] = {};
   size_t size[SLOT_COUNT] = {};
   ~Buffers() {
-    for (void* p : data) std::free(p);
+    for (int slot = 0; slot < SLOT_COUNT; slot++) drop(slot);
+  }
+
+  void drop(int slot) {
+    std::free(data[slot]);
+    data[slot] = nullptr;
+    size[slot] = 0;
   }
 };
 
@@ -221,9 +227,7 @@ void run(void (*job)(void*, const Member&), void* context) {
 void* scratch(Slot slot, size_t bytes) {
   Buffers& buffers = own_buffers();
   if (buffers.size[slot] < bytes) {
-    std::free(buffers.data[slot]);
-    buffers.data[slot] = nullptr;
-    buffers.size[slot] = 0;
+    buffers.drop(slot);
     const size_t size = (bytes + 4095) / 4096 * 4096;
     buffers.data[slot] = std::aligned_alloc(4096, size);
     if (!buffers.data[slot]) throw std::bad_alloc();
@@ -233,12 +237,7 @@ void* scratch(Slot slot, size_t bytes) {
 }
 
 void drop_scratch() {
-  Buffers& buffers = own_buffers();
-  for (int slot = 0; slot < SLOT_COUNT; slot++) {
-    std::free(buffers.data[slot]);
-    buffers.data[slot] = nullptr;
-    buffers.size[slot] = 0;
-  }
+  for (int slot = 0; slot < SLOT_COUNT; slot++) own_buffers().drop(slot);
 }
 
 }  // namespace tp
