@@ -4,19 +4,15 @@
 #include <algorithm>
 #include <type_traits>
 
-#include "avx512.h"
 #include "prefill.h"
 #include "products.h"
+#include "tile_formats.h"
 #include "transpose.h"
 
 namespace tp {
 namespace {
 
-constexpr int TILE_ROWS = 16, STEP = 32;      // of a tile of weights: rows, and columns of bfloat16
-constexpr int TILE = TILE_ROWS * STEP;        // its items
-constexpr int64_t BAND = 2 * TILE_ROWS;       // rows worked on at a time
-constexpr int64_t MOST = 48;                  // vectors whose sums fit into tiles at once
-constexpr int64_t LINE = 64;                  // bytes that memory gives at once, as many as a group has of a row
+constexpr int64_t MOST = 48;  // vectors whose sums fit into tiles at once
 
 // Columns decoded at a time: 8 KB of tiles, a sixth of the first cache. More where sums are stored in between.
 int64_t columns_at_a_time(int64_t vectors) { return vectors <= MOST ? 128 : vectors <= 128 ? 256 : 512; }
@@ -41,320 +37,23 @@ struct alignas(64) TileConfig {
   void load() const { asm volatile("ldtilecfg %0" ::"m"(*this) : "memory"); }
 };
 
-// How formats get their scales onto their elements: T::Item and T::read are of a row of scales (false if one is NaN that
-// T::decode would not make NaN of), T::decode makes words of raw bytes, and T::column(word) says which column of a group
-// a word belongs to.
-
-// Products of element and scale in float32, rounded to bfloat16.
-template <class FORMAT>
-struct Rounded : FORMAT {
-  using F = FORMAT;
-
-  static bool read(const Matrix& w, int64_t grid_row, typename F::Item* out) {
-    F::read(w, grid_row, out);
-    return true;
-  }
-
-  static void decode(typename F::Raw raw, const typename F::Item* scales, __m512i (&out)[F::vectors]) {
-    const auto e = F::decode(raw);
-    const __m512 scale = F::scale(scales);
-    for (int v = 0; v < F::vectors; v++) {
-      const __m512 low = _mm512_mul_ps(e.value[2 * v], scale), high = _mm512_mul_ps(e.value[2 * v + 1], scale);
-      out[v] = reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(high, low));
-    }
-  }
-};
-
-// Products of elements and scale, rounded to bfloat16, by their bytes: tables that are made once for a block.
-struct Looked : Fp8<64> {
-  using F = Fp8<64>;
-  struct Item {
-    __m512i high[2], low[2];
-  };
-
-  static constexpr int column(int i) { return i % 32 / 8 * 16 + i / 32 * 8 + i % 8; }
-
-  static bool read(const Matrix& w, int64_t grid_row, Item* out) {
-    const int64_t n = groups<F>(*w.w);
-    float* scales = static_cast<float*>(scratch(SLOT_PLAIN, (n + SLACK) * sizeof(float)));
-    F::read(w, grid_row, scales);
-    for (int64_t i = 0; i < n; i++) out[i] = i && scales[i] == scales[i - 1] ? out[i - 1] : table(scales[i]);
-    return true;
-  }
-
-  static Item table(float scale) {
-    Item item;
-    for (int half = 0; half < 2; half++) {
-      __m256i highs[2], lows[2];
-      for (int i = 0; i < 2; i++) {
-        const float* elements = E4M3_VALUES.value + 64 * half + 32 * i;
-        const __m512 a = _mm512_mul_ps(_mm512_load_ps(elements), _mm512_set1_ps(scale));
-        const __m512 b = _mm512_mul_ps(_mm512_load_ps(elements + 16), _mm512_set1_ps(scale));
-        const __m512i words = reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(b, a));
-        highs[i] = _mm512_cvtepi16_epi8(_mm512_srli_epi16(words, 8));
-        lows[i] = _mm512_cvtepi16_epi8(words);
-      }
-      item.high[half] = _mm512_inserti64x4(_mm512_castsi256_si512(highs[0]), highs[1], 1);
-      item.low[half] = _mm512_inserti64x4(_mm512_castsi256_si512(lows[0]), lows[1], 1);
-    }
-    return item;
-  }
-
-  static void decode(__m512i codes, const Item* table, __m512i (&out)[2]) {
-    look_up(table->high, table->low, codes, _mm512_and_si512(codes, _mm512_set1_epi8(static_cast<char>(0x80))), out);
-  }
-};
-
-struct Unscaled : Bf16 {
-  using F = Bf16;
-  static constexpr int column(int i) { return i; }
-  static bool read(const Matrix&, int64_t, Item*) { return true; }
-  static void decode(__m512i raw, const Item*, __m512i (&out)[1]) { out[0] = raw; }
-};
-
-// Each 16-bit word holds four codes; word i of vector j is that of column 4 · i + j. Words a byte further on have the
-// upper two where the others have the lower ones. Port 0 is what decoding waits for, so others do what they can: that
-// load instead of shifts, products instead of the others, and the look-up by bytes in spread().
-struct FourCodes {
-  struct Raw {
-    __m512i low, high;
-  };
-  static Raw load(const uint8_t* p) { return {_mm512_loadu_si512(p), _mm512_loadu_si512(p + 1)}; }
-  static Raw load_part(const uint8_t* p, int64_t n) {
-    return {_mm512_maskz_loadu_epi8(first_bytes(n), p), _mm512_maskz_loadu_epi8(first_bytes(n - 1), p + 1)};
-  }
-  static constexpr int column(int i) { return 4 * (i % 32) + i / 32; }
-};
-
-inline __m512i nibbles(FourCodes::Raw raw, const uint16_t* table, int j) {
-  const __m512i twice = _mm512_broadcast_i64x4(_mm256_load_si256(reinterpret_cast<const __m256i*>(table)));
-  const __m512i words = j < 2 ? raw.low : raw.high;
-  return _mm512_permutexvar_epi16(j % 2 ? _mm512_mulhi_epu16(words, _mm512_set1_epi16(1 << 12)) : words, twice);
-}
-
-// Word i of a vector has item i / PER; 16 bytes of items are read.
-template <int PER>
-struct WordItems {
-  alignas(64) uint8_t byte[64];
-
-  constexpr WordItems() : byte() {
-    for (int i = 0; i < 64; i++) byte[i] = static_cast<uint8_t>(i / 2 / PER * 2 + i % 2);
-  }
-};
-
-template <int PER>
-inline __m512i spread(const uint16_t* items) {
-  static constexpr WordItems<PER> which;
-  const __m512i in_each_lane = _mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(items)));
-  return _mm512_shuffle_epi8(in_each_lane, _mm512_load_si512(which.byte));
-}
-
-// mxfp4: powers of two go into the exponents. The table holds elements times 2^125, from which a saturating subtraction
-// takes the rest: it leaves zeros alone. Scales below 2^−125 count as that, and what bfloat16 cannot hold as 2^125.
-struct Exponents : Nibbles<E2m1Table, 32>, FourCodes {
-  using F = Nibbles<E2m1Table, 32>;
-  using FourCodes::column;
-  using FourCodes::load;
-  using FourCodes::load_part;
-  using FourCodes::Raw;
-
-  static bool read(const Matrix& w, int64_t grid_row, Item* out) {
-    const int64_t n = w.w->grid_columns;
-    const uint8_t* codes = w.scale + grid_row * n;
-    __mmask64 nan = 0;
-    for (int64_t i = 0; i < n; i += 64) {
-      const __m512i code = _mm512_maskz_loadu_epi8(first_bytes(n - i), codes + i);
-      nan |= _mm512_cmpeq_epi8_mask(code, _mm512_set1_epi8(-1));
-      // 252 less the code, as if it were at least 2 and at most 252.
-      const __m512i less = _mm512_min_epu8(_mm512_subs_epu8(_mm512_set1_epi8(static_cast<char>(252)), code),
-                                           _mm512_set1_epi8(static_cast<char>(250)));
-      const __m256i low = _mm512_castsi512_si256(less), high = _mm512_extracti64x4_epi64(less, 1);
-      _mm512_storeu_si512(out + i, _mm512_slli_epi16(_mm512_cvtepu8_epi16(low), 7));
-      _mm512_storeu_si512(out + i + 32, _mm512_slli_epi16(_mm512_cvtepu8_epi16(high), 7));
-    }
-    return !nan;
-  }
-
-  static void decode(Raw raw, const Item* scales, __m512i (&out)[4]) {
-    alignas(32) static constexpr uint16_t large[16] = {0x0000, 0x7d80, 0x7e00, 0x7e40, 0x7e80, 0x7ec0, 0x7f00, 0x7f40,
-                                                       0x0000, 0xfd80, 0xfe00, 0xfe40, 0xfe80, 0xfec0, 0xff00, 0xff40};
-    const __m512i less = spread<8>(scales);
-#pragma GCC unroll 4
-    for (int j = 0; j < 4; j++) out[j] = _mm512_subs_epu16(nibbles(raw, large, j), less);
-  }
-};
-
-// nvfp4: an element is a power of two, or 1.5 times one. A row has the bits of its scales and those of 1.5 times its
-// scales; an element adds to the exponent of one of the two. As above, exponents are 200 too large at first and what is
-// too much is subtracted. Bit 0 marks the elements with 1.5. Scales have no sign, as the format says.
-struct Significands : Nibbles<E2m1Table, 16>, FourCodes {
-  using F = Nibbles<E2m1Table, 16>;
-  using FourCodes::column;
-  using FourCodes::load;
-  using FourCodes::load_part;
-  using FourCodes::Raw;
-  static constexpr int BIAS = 200 << 7;
-
-  // What is subtracted for elements that are powers of two, and for the others; everything where the scale is zero.
-  static constexpr unsigned less(int code) { return code ? BIAS - e4m3_bits(code) : 0xffff; }
-  static constexpr unsigned less_more(int code) {
-    const unsigned bits = e4m3_bits(code), mantissa = bits & 0x7f;
-    // 1.5 · (128 + mantissa), which may need another exponent.
-    const unsigned larger = 192 + mantissa + mantissa / 2;
-    const unsigned more = larger < 256 ? (bits & 0x7f80) + larger - 128 : (bits & 0x7f80) + larger / 2;
-    return code ? BIAS + 1 - more : 0xffff;
-  }
-
-  // For every group 8 items of `less`, then 8 of `less_more`.
-  static bool read(const Matrix& w, int64_t grid_row, Item* out) {
-    static constexpr WordTable LESS(less), LESS_MORE(less_more);
-    const int64_t n = w.w->grid_columns;
-    const uint8_t* codes = w.scale + grid_row * n;
-    __mmask64 nan = 0;
-    for (int64_t i = 0; i < n; i += 64, out += 128) {
-      const __m512i code = _mm512_maskz_loadu_epi8(first_bytes(n - i), codes + i);
-      const __m512i size = _mm512_and_si512(code, _mm512_set1_epi8(0x7f));
-      nan |= _mm512_cmpeq_epi8_mask(size, _mm512_set1_epi8(0x7f));
-      __m512i a[2], b[2];
-      look_up(LESS, code, _mm512_setzero_si512(), a);
-      look_up(LESS_MORE, code, _mm512_setzero_si512(), b);
-      // Lane l of a[0], b[0], a[1] and b[1] make the two groups 2 · l and 2 · l + 1.
-      const __m512i low0 = _mm512_shuffle_i64x2(a[0], a[1], 0x44), low1 = _mm512_shuffle_i64x2(b[0], b[1], 0x44);
-      const __m512i high0 = _mm512_shuffle_i64x2(a[0], a[1], 0xee), high1 = _mm512_shuffle_i64x2(b[0], b[1], 0xee);
-      const __m512i even_lanes = _mm512_set_epi64(13, 12, 5, 4, 9, 8, 1, 0), odd_lanes = _mm512_set_epi64(15, 14, 7, 6, 11, 10, 3, 2);
-      _mm512_storeu_si512(out, _mm512_permutex2var_epi64(low0, even_lanes, low1));
-      _mm512_storeu_si512(out + 32, _mm512_permutex2var_epi64(low0, odd_lanes, low1));
-      _mm512_storeu_si512(out + 64, _mm512_permutex2var_epi64(high0, even_lanes, high1));
-      _mm512_storeu_si512(out + 96, _mm512_permutex2var_epi64(high0, odd_lanes, high1));
-    }
-    return !nan;
-  }
-
-  static void decode(Raw raw, const Item* scales, __m512i (&out)[4]) {
-    alignas(32) static constexpr uint16_t powers[16] = {0x0000, 0x6380, 0x6400, 0x6401, 0x6480, 0x6481, 0x6500, 0x6501,
-                                                        0x0000, 0xe380, 0xe400, 0xe401, 0xe480, 0xe481, 0xe500, 0xe501};
-    const __m512i less = spread<4>(scales), less_more = spread<4>(scales + 8);
-#pragma GCC unroll 4
-    for (int j = 0; j < 4; j++) {
-      const __m512i power = nibbles(raw, powers, j);
-      const __mmask32 more = _mm512_test_epi16_mask(power, _mm512_set1_epi16(1));
-      out[j] = _mm512_subs_epu16(power, _mm512_mask_mov_epi16(less, more, less_more));
-    }
-  }
-};
-
-template <class T>
-constexpr int ITEMS = SCALES<typename T::F>;  // of a row of scales, for a group
-template <>
-constexpr int ITEMS<Significands> = 16;
-template <>
-constexpr int ITEMS<Looked> = 1;
-
-template <class Call>
-auto with_tile_format(const tp_weight& w, Call&& call) {
-  if (w.format == TP_E2M1) return w.block_columns == 16 ? call(Significands{}) : call(Exponents{});
-  // A table costs as much as decoding a few rows of a group.
-  if (w.format == TP_E4M3 && w.block_rows >= BAND && span_of(w, 64) == 64) return call(Looked{});
-  return with_format(w, [&](auto f) {
-    using F = decltype(f);
-    if constexpr (F::span == 0) return call(Unscaled{});
-    else return call(Rounded<F>{});
-  });
-}
-
-// Rows of a weight on their way to tiles.
-template <class T>
-struct Band {
-  const Matrix& w;
-  const int64_t groups_, size, scale_items;
-  typename T::Item* scales;  // [BAND + 1]: those that the last band ended with, and one for each row
-  uint16_t* tiles;
-  const typename T::Item* row_scales[BAND];
-  float factor[BAND];
-  const uint8_t* data = nullptr;
-  int64_t rows = 0;
-  Matrix::Place place{};
-  int64_t read = 0;  // rows of scales
-  bool numbers = true;
-
-  Band(const Matrix& matrix, int64_t chunk_groups)
-      : w(matrix),
-        groups_(groups<typename T::F>(*matrix.w)),
-        size(ceil_div(matrix.w->k * T::bytes, T::group)),
-        scale_items(groups_ * ITEMS<T> + (ITEMS<T> > 1 ? 2 * SLACK : 0)) {
-    const size_t scale_bytes = (BAND + 1) * scale_items * sizeof(typename T::Item);
-    scales = static_cast<typename T::Item*>(scratch(SLOT_SCALES, scale_bytes));
-    // What lies behind a row's end, where a last group may look, must be finite.
-    if (ITEMS<T> > 1) std::memset(scales, 0, scale_bytes);
-    tiles = static_cast<uint16_t*>(scratch(SLOT_TILE, BAND * chunk_groups * T::group * sizeof(uint16_t)));
-  }
-
-  void start(int64_t row, int64_t count) {
-    rows = count;
-    data = w.data + row * w.w->row_bytes;
-    for (int64_t r = 0; r < count; r++) {
-      if (w.go_to(row + r, place)) {
-        numbers = T::read(w, w.scale_row(place, row + r), scales + ++read % (BAND + 1) * scale_items);
-      }
-      row_scales[r] = scales + read % (BAND + 1) * scale_items;
-      factor[r] = numbers ? place.global : __builtin_nanf("");
-    }
-    for (int64_t r = count; r < BAND; r++) factor[r] = 0;
-  }
-
-  // Where the next band has what is as many columns as groups first … of this one: its memory is fetched in order.
-  const uint8_t* soon(int64_t first) const { return data + BAND * (w.w->row_bytes + first * T::bytes); }
-
-  // Tiles of groups first … last − 1, those of a step for both halves of the band side by side. For every row of a group
-  // as many bytes of the next band are fetched.
-  void decode(int64_t first, int64_t last, int64_t bytes) const {
-    for (int64_t g = first; g < last; g++) {
-      uint16_t* out = tiles + (g - first) * T::vectors * 2 * TILE;
-      const uint8_t* next = soon(first) + (g - first) * BAND * bytes;
-      const int64_t left = size - g * T::bytes;
-      if (left > T::bytes) decode_group(g, next, bytes, out, [](const uint8_t* p) { return T::load(p); });
-      else decode_group(g, next, bytes, out, [left](const uint8_t* p) { return T::load_part(p, left); });
-    }
-  }
-
- private:
-  // A group's columns of all rows, which are rows of tiles.
-  template <class Load>
-  void decode_group(int64_t g, const uint8_t* next, int64_t bytes, uint16_t* out, Load&& load) const {
-    const uint8_t* p = data + g * T::bytes;
-    for (int64_t r = 0; r < rows; r++, p += w.w->row_bytes, out += STEP) {
-      __builtin_prefetch(next + r * bytes, 0, 2);
-      __m512i words[T::vectors];
-      T::decode(load(p), row_scales[r] + g * ITEMS<T>, words);
-#pragma GCC unroll 4
-      for (int v = 0; v < T::vectors; v++) _mm512_store_si512(out + v * 2 * TILE, words[v]);
-    }
-  }
-};
-
-template <int LINES>
-inline void fetch(const uint8_t* lines) {
-#pragma GCC unroll 16
-  for (int i = 0; i < LINES; i++) __builtin_prefetch(lines + i * LINE, 0, 2);
-}
-
-// x: blocks of 16 vectors, but that the last one has `last`. LINES: of weights to come, from `soon` on, that each step
-// fetches; none where vectors are too many to stay in the first cache, for they need the same buffers.
+// x: blocks of 16 vectors, but that the last one has `last`. LINES: of what is ahead that each step fetches; none where
+// vectors are too many to stay in the first cache, for they need the same buffers.
 template <int BLOCKS, int LINES>
-void multiply(const uint16_t* tiles, int64_t steps, const uint16_t* const (&x)[BLOCKS], int64_t last, const uint8_t* soon) {
+void multiply(const uint16_t* tiles, int64_t steps, const uint16_t* const (&x)[BLOCKS], int64_t last, Ahead ahead) {
   constexpr bool STREAM = LINES == 0;
   const int narrow = static_cast<int>(4 * last);
-  for (int64_t s = 0; s < steps; s++, tiles += 2 * TILE, soon += LINES * LINE) {
+  for (int64_t s = 0; s < steps; s++, tiles += 2 * TILE, ahead = ahead.behind(LINES)) {
     const uint16_t *first = x[0] + s * STEP * (BLOCKS == 1 ? last : BLOCK), *end = x[BLOCKS - 1] + s * STEP * last;
     if constexpr (BLOCKS == 3) {
       const uint16_t* middle = x[1] + s * STEP * BLOCK;
       _tile_loadd(6, tiles, 64);
       _tile_loadd(7, first, 64);
       _tile_dpbf16ps(0, 6, 7);
-      fetch<LINES / 2>(soon);
+      ahead.fetch<0, LINES / 2>();
       _tile_loadd(7, middle, 64);
       _tile_dpbf16ps(1, 6, 7);
-      fetch<LINES / 2>(soon + LINES / 2 * LINE);
+      ahead.fetch<LINES / 2, LINES>();
       _tile_loadd(7, end, narrow);
       _tile_dpbf16ps(2, 6, 7);
       _tile_loadd(6, tiles + TILE, 64);
@@ -369,10 +68,10 @@ void multiply(const uint16_t* tiles, int64_t steps, const uint16_t* const (&x)[B
       else _tile_loadd(6, first, 64);
       _tile_loadd(4, tiles, 64);
       _tile_dpbf16ps(0, 4, 6);
-      fetch<LINES / 2>(soon);
+      ahead.fetch<0, LINES / 2>();
       _tile_loadd(5, tiles + TILE, 64);
       _tile_dpbf16ps(2, 5, 6);
-      fetch<LINES / 2>(soon + LINES / 2 * LINE);
+      ahead.fetch<LINES / 2, LINES>();
       if (BLOCKS == 1) continue;
       if (STREAM && last == BLOCK) _tile_stream_loadd(7, end, 64);
       else _tile_loadd(7, end, narrow);
@@ -384,20 +83,7 @@ void multiply(const uint16_t* tiles, int64_t steps, const uint16_t* const (&x)[B
 
 inline __mmask16 lanes(int64_t n) { return static_cast<__mmask16>(n >= 16 ? 0xffff : (1u << n) - 1); }
 
-// The sums of 16 rows and up to 16 vectors, [row][vector], to out[vector · stride + row].
-void store_sums(const float* sums, int64_t rows, int64_t vectors, const float* factor, float* out, int64_t stride) {
-  const __m512 factors = _mm512_loadu_ps(factor);
-  __m512i m[16];
-  for (int i = 0; i < 16; i++) m[i] = _mm512_maskz_loadu_epi32(lanes(vectors), sums + 16 * i);
-  transpose(m);
-#pragma GCC unroll 16
-  for (int v = 0; v < 16; v++) {
-    if (v < vectors) _mm512_mask_storeu_ps(out + v * stride, lanes(rows), _mm512_mul_ps(_mm512_castsi512_ps(m[v]), factors));
-  }
-}
-
-// Sums of two blocks are on their way between chunks: [4 tiles][16 rows][16 vectors]; those of three, the last or only
-// ones, have 6 tiles.
+// Sums of two blocks of vectors: [4 tiles][16 rows][16 vectors]; those of three, the last or only ones, have 6 tiles.
 constexpr int64_t SUMS = 4 * 256, MOST_SUMS = 6 * 256;
 
 template <int BLOCKS>
@@ -435,18 +121,6 @@ void save_sums(float* sums) {
   asm volatile("" ::: "memory");
 }
 
-template <int BLOCKS>
-void store_products(const float* sums, const float* factor, int64_t rows, int64_t last, float* out, int64_t stride) {
-  for (int64_t half = 0; half < 2 && half * TILE_ROWS < rows; half++) {
-    const int64_t left = rows - half * TILE_ROWS, n = left < TILE_ROWS ? left : TILE_ROWS;
-    for (int64_t b = 0; b < BLOCKS; b++) {
-      const float* from = sums + (half * (BLOCKS == 3 ? 3 : 2) + b) * 256;
-      float* to = out + half * TILE_ROWS + b * BLOCK * stride;
-      store_sums(from, n, b == BLOCKS - 1 ? last : BLOCK, factor + half * TILE_ROWS, to, stride);
-    }
-  }
-}
-
 // Calls f(number of blocks, first vector, vectors of the last block): of two blocks at a time, of three at the end.
 template <class F>
 void for_blocks(int64_t vectors, F&& f) {
@@ -458,47 +132,231 @@ void for_blocks(int64_t vectors, F&& f) {
   }
 }
 
+// Products of bands of rows with the same vectors.
 template <class T>
-void products(const Matrix& w, int64_t first, int64_t last, const uint16_t* packed, int64_t vectors, float* out,
-              int64_t stride) {
-  const int64_t all = groups<typename T::F>(*w.w), padded = all * T::group;
-  const int64_t chunk = std::min(columns_at_a_time(vectors) / T::group, all);
-  Band<T> band(w, chunk);
-  float* sums = static_cast<float*>(scratch(SLOT_SUMS, (ceil_div(vectors, PAIR) * SUMS + MOST_SUMS) * sizeof(float)));
+class Products {
+ public:
+  Products(const Matrix& w, const void* packed, int64_t vectors, int which = 0)
+      : all_(groups<typename T::F>(*w.w)),
+        chunk_(std::min(columns_at_a_time(vectors) / T::group, all_)),
+        vectors_(vectors),
+        packed_(static_cast<const uint16_t*>(packed)),
+        band_(w, chunk_, which) {
+    const int64_t items = ceil_div(vectors, PAIR) * SUMS + MOST_SUMS;
+    sums_ = static_cast<float*>(scratch(which ? SLOT_SUMS_TOO : SLOT_SUMS, items * sizeof(float)));
+  }
+
   // Memory is fetched half while decoding and half while multiplying: at once it would keep all of the cache's buffers.
-  constexpr int LINES = BAND / T::vectors / 2;
-  const int64_t bytes = vectors > MOST ? LINE : LINE / 2;
-  TileConfig(std::min<int64_t>(vectors, TILE_ROWS)).load();
-  for (int64_t row = first; row < last; row += BAND) {
-    band.start(row, std::min(last - row, BAND));
-    for (int64_t g = 0; g < all; g += chunk) {
-      const int64_t end = std::min(g + chunk, all), steps = (end - g) * T::vectors;
-      band.decode(g, end, bytes);
-      const uint8_t* soon = band.soon(g) + (end - g) * BAND / 2 * LINE;
+  void compute(int64_t row, int64_t rows, const uint8_t* next) {
+    constexpr int LINES = BAND / T::vectors / 2;
+    const bool few = vectors_ <= MOST;
+    band_.start(row, rows, next);
+    for (int64_t g = 0; g < all_; g += chunk_) {
+      const int64_t end = std::min(g + chunk_, all_), steps = (end - g) * T::vectors;
+      band_.decode(g, end, few ? 2 : 1);
+      const Ahead ahead = band_.ahead.behind(g * BAND + (end - g) * BAND / 2);
       asm volatile("" ::: "memory");
-      for_blocks(vectors, [&](auto blocks, int64_t v, int64_t narrow) {
+      for_blocks(vectors_, [&](auto blocks, int64_t v, int64_t narrow) {
         constexpr int N = blocks();
         const uint16_t* x[N];
         for (int b = 0; b < N; b++) {
-          x[b] = packed + (v + b * BLOCK) * padded + g * T::group * (b == N - 1 ? narrow : BLOCK);
+          x[b] = packed_ + (v + b * BLOCK) * all_ * T::group + g * T::group * (b == N - 1 ? narrow : BLOCK);
         }
-        float* kept = sums + v / PAIR * SUMS;
+        float* kept = sums_ + v / PAIR * SUMS;
         if (g == 0) clear_sums<N>();
-        else if (vectors > MOST) load_sums<N>(kept);
-        if (vectors > MOST) multiply<N, 0>(band.tiles, steps, x, narrow, nullptr);
-        else multiply<N, LINES>(band.tiles, steps, x, narrow, soon);
-        if (end == all || vectors > MOST) save_sums<N>(kept);
-        if (end == all) store_products<N>(kept, band.factor, band.rows, narrow, out + v * stride + row - first, stride);
+        else if (!few) load_sums<N>(kept);
+        if (few) multiply<N, LINES>(band_.tiles, steps, x, narrow, ahead);
+        else multiply<N, 0>(band_.tiles, steps, x, narrow, ahead);
+        if (end == all_ || !few) save_sums<N>(kept);
       });
     }
   }
-  _tile_release();
+
+  // Calls f(sums [16 rows][16 vectors], number of the first row, rows, first vector, vectors) for each tile of sums.
+  template <class F>
+  void for_sums(F&& f) {
+    for_blocks(vectors_, [&](auto blocks, int64_t v, int64_t narrow) {
+      constexpr int N = blocks();
+      for (int64_t half = 0; half < 2 && half * TILE_ROWS < band_.rows; half++) {
+        const int64_t first = half * TILE_ROWS, rows = std::min<int64_t>(band_.rows - first, TILE_ROWS);
+        float* sums = sums_ + v / PAIR * SUMS + half * (N == 3 ? 3 : 2) * 256;
+        for (int64_t b = 0; b < N; b++) {
+          f(sums + b * 256, first, rows, v + b * BLOCK, b == N - 1 ? narrow : BLOCK);
+        }
+      }
+    });
+  }
+
+  const float* factors() const { return band_.factor; }
+  float* sums() const { return sums_; }
+
+ private:
+  const int64_t all_, chunk_, vectors_;
+  const uint16_t* packed_;
+  Band<T> band_;
+  float* sums_;
+};
+
+// Tiles are configured for as long as it lives.
+struct Configured {
+  explicit Configured(int64_t vectors) { TileConfig(std::min<int64_t>(vectors, TILE_ROWS)).load(); }
+  ~Configured() { _tile_release(); }
+  Configured(const Configured&) = delete;
+};
+
+// Sums [16 rows][16 vectors] with the rows' factors and biases: results m[vector] of 16 rows.
+inline void by_vector(const float* sums, int64_t vectors, const float* factors, const float* bias, __m512i (&m)[16]) {
+  const __m512 factor = _mm512_loadu_ps(factors), more = bias ? _mm512_loadu_ps(bias) : _mm512_setzero_ps();
+  for (int i = 0; i < 16; i++) m[i] = _mm512_maskz_loadu_epi32(lanes(vectors), sums + 16 * i);
+  transpose(m);
+#pragma GCC unroll 16
+  for (int v = 0; v < 16; v++) {
+    m[v] = reinterpret_cast<__m512i>(_mm512_fmadd_ps(reinterpret_cast<__m512>(m[v]), factor, more));
+  }
 }
 
 void products_of_any(const Matrix& w, int64_t first, int64_t last, const void* packed, int64_t vectors, float* out,
                      int64_t stride) {
   with_tile_format(*w.w, [&](auto t) {
-    products<decltype(t)>(w, first, last, static_cast<const uint16_t*>(packed), vectors, out, stride);
+    const Configured configured(vectors);
+    Products<decltype(t)> products(w, packed, vectors);
+    for (int64_t row = first; row < last; row += BAND) {
+      products.compute(row, std::min(last - row, BAND), w.row(row + BAND));
+      products.for_sums([&](const float* sums, int64_t r, int64_t rows, int64_t v, int64_t count) {
+        __m512i m[16];
+        by_vector(sums, count, products.factors() + r, nullptr, m);
+        float* to = out + v * stride + row + r - first;
+#pragma GCC unroll 16
+        for (int i = 0; i < 16; i++) {
+          if (i < count) _mm512_mask_storeu_ps(to + i * stride, lanes(rows), reinterpret_cast<__m512>(m[i]));
+        }
+      });
+    }
+  });
+}
+
+// Which rows of a tile become a pair of columns of packed vectors, and the pair's place in its group.
+struct Pair {
+  uint8_t place, even, odd;
+};
+
+// For each 16 rows of a group.
+template <class T>
+struct Pairs {
+  Pair of[T::group / TILE_ROWS][TILE_ROWS / 2];
+
+  constexpr Pairs() : of() {
+    int found[T::group / TILE_ROWS] = {};
+    for (int i = 0; i < T::group; i += 2) {
+      const int even = T::column(i), odd = T::column(i + 1), part = even / TILE_ROWS;
+      if (odd / TILE_ROWS != part) throw "a pair of columns is of two tiles of rows";
+      of[part][found[part]++] = {static_cast<uint8_t>(i / 2), static_cast<uint8_t>(even % TILE_ROWS),
+                                 static_cast<uint8_t>(odd % TILE_ROWS)};
+    }
+  }
+};
+
+template <class T>
+constexpr Pairs<T> PAIRS;
+
+// Words of two vectors side by side.
+struct Interleaved {
+  alignas(64) uint16_t word[32];
+
+  constexpr Interleaved() : word() {
+    for (int i = 0; i < 32; i++) word[i] = static_cast<uint16_t>(i / 2 + i % 2 * 16);
+  }
+};
+
+// Packed vectors whose columns are rows of tiles.
+class Columns {
+ public:
+  Columns(const tp_weight& w, void* packed) : packed_(static_cast<uint32_t*>(packed)) {
+    with_tile_format(w, [&](auto t) {
+      using T = decltype(t);
+      group_ = T::group;
+      pairs_ = PAIRS<T>.of;
+      padded_ = groups<typename T::F>(w) * T::group;
+    });
+  }
+
+  int64_t padded() const { return padded_; }
+
+  // values [16 rows][16 vectors] of rows from `row` on, a multiple of 16; vectors from v on, a block.
+  void put(const float* values, int64_t row, int64_t v, int64_t count) const {
+    static constexpr Interleaved ORDER;
+    const __m512i interleaved = _mm512_load_si512(ORDER.word);
+    uint32_t* group = packed_ + (v * padded_ + row / group_ * group_ * count) / 2;
+    for (const Pair& pair : pairs_[row % group_ / TILE_ROWS]) {
+      const __m512 even = _mm512_loadu_ps(values + 16 * pair.even), odd = _mm512_loadu_ps(values + 16 * pair.odd);
+      const __m512i words = reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(odd, even));
+      _mm512_mask_storeu_epi32(group + pair.place * count, lanes(count), _mm512_permutexvar_epi16(interleaved, words));
+    }
+  }
+
+ private:
+  uint32_t* packed_;
+  int64_t group_ = 0, padded_ = 0;
+  const Pair (*pairs_)[TILE_ROWS / 2] = nullptr;
+};
+
+// Sums [16 rows][16 vectors] with the rows' factors and biases; zeros behind the last row and vector.
+void finish(float* sums, int64_t rows, int64_t vectors, const float* factors, const float* bias) {
+  for (int64_t r = 0; r < 16; r++) {
+    __m512 value = _mm512_setzero_ps();
+    if (r < rows) {
+      const __m512 sum = _mm512_maskz_loadu_ps(lanes(vectors), sums + 16 * r);
+      value = _mm512_fmadd_ps(sum, _mm512_set1_ps(factors[r]), _mm512_set1_ps(bias ? bias[r] : 0.0f));
+    }
+    _mm512_storeu_ps(sums + 16 * r, value);
+  }
+}
+
+void gate_and_up(const Matrix& w, const Stretch& rows, const void* packed, int64_t vectors, const Inner& inner) {
+  alignas(64) static constexpr float NOTHING[256] = {};
+  const int64_t half = inner.down->k;
+  const Columns columns(*inner.down, inner.packed);
+  with_tile_format(*w.w, [&](auto t) {
+    const Configured configured(vectors);
+    Products<decltype(t)> gate(w, packed, vectors), up(w, packed, vectors, 1);
+    for (int64_t row = rows.first; row < rows.last; row += BAND) {
+      const int64_t n = std::min(rows.last - row, BAND), done = row - rows.first;
+      gate.compute(row, n, w.row(half + row));
+      up.compute(half + row, n, row + BAND < rows.last ? w.row(row + BAND) : rows.next);
+      gate.for_sums([&](float* sums, int64_t r, int64_t count, int64_t v, int64_t block) {
+        float* others = up.sums() + (sums - gate.sums());
+        finish(sums, count, block, gate.factors() + r, inner.gate_bias ? inner.gate_bias + done + r : nullptr);
+        finish(others, count, block, up.factors() + r, inner.up_bias ? inner.up_bias + done + r : nullptr);
+        activate(sums, others, 256, inner.activation);
+        columns.put(sums, row + r, v, block);
+      });
+    }
+  });
+  if (rows.last < half) return;
+  for (int64_t row = ceil_div(half, TILE_ROWS) * TILE_ROWS; row < columns.padded(); row += TILE_ROWS) {
+    for (int64_t v = 0; v < vectors; v += BLOCK) columns.put(NOTHING, row, v, std::min(vectors - v, BLOCK));
+  }
+}
+
+void add_down(const Matrix& w, const Stretch& rows, const void* packed, int64_t vectors, const Totals& totals) {
+  with_tile_format(*w.w, [&](auto t) {
+    const Configured configured(vectors);
+    Products<decltype(t)> products(w, packed, vectors);
+    for (int64_t row = rows.first; row < rows.last; row += BAND) {
+      const int64_t n = std::min(rows.last - row, BAND), done = row - rows.first;
+      products.compute(row, n, row + BAND < rows.last ? w.row(row + BAND) : rows.next);
+      products.for_sums([&](const float* sums, int64_t r, int64_t count, int64_t v, int64_t block) {
+        __m512i m[16];
+        by_vector(sums, block, products.factors() + r, totals.bias ? totals.bias + done + r : nullptr, m);
+#pragma GCC unroll 16
+        for (int i = 0; i < 16; i++) {
+          if (i >= block) continue;
+          float* total = totals.values + totals.tokens[v + i] * totals.stride + done + r;
+          const __m512 weight = _mm512_set1_ps(totals.weights[v + i]), old = _mm512_maskz_loadu_ps(lanes(count), total);
+          _mm512_mask_storeu_ps(total, lanes(count), _mm512_fmadd_ps(weight, reinterpret_cast<__m512>(m[i]), old));
+        }
+      });
+    }
   });
 }
 
@@ -540,7 +398,7 @@ void pack_tiles(const tp_weight& w, const void* const* xs, int count, int32_t fr
   });
 }
 
-constexpr Tiles TILES = {vector_bytes, pack_tiles, products_of_any, attend_by_amx};
+constexpr Tiles TILES = {vector_bytes, pack_tiles, products_of_any, gate_and_up, add_down, attend_by_amx};
 
 }  // namespace
 

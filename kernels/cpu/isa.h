@@ -18,6 +18,30 @@ struct Activation {
   float limit, alpha, shift;  // as spec.ClampedSwiglu; limit 0 means plain swiglu
 };
 
+// Rows first … last − 1 of a matrix, and what is read after them.
+struct Stretch {
+  int64_t first, last;
+  const uint8_t* next;
+};
+
+// Where an expert's activation(gate, up) goes: into vectors packed for `down`. Biases are of the rows of a stretch, with
+// room for 16 more, or null.
+struct Inner {
+  Activation activation;
+  const float *gate_bias, *up_bias;
+  const tp_weight* down;
+  void* packed;
+};
+
+// Where an expert's results are added up: values[tokens[v] · stride + row − first] += weights[v] · (result + bias).
+struct Totals {
+  const float* bias;  // as above
+  const int64_t* tokens;
+  const float* weights;
+  float* values;
+  int64_t stride;
+};
+
 // What a matrix unit does, in bfloat16. Products are for many vectors; blocks of up to 16 of them are packed together.
 struct Tiles {
   // A block of `count` vectors takes count · vector_bytes.
@@ -28,6 +52,11 @@ struct Tiles {
   // blocks and a last one that may be smaller.
   void (*products)(const Matrix& w, int64_t first, int64_t last, const void* packed, int64_t vectors, float* out,
                    int64_t stride);
+
+  // The same vectors by an expert's rows of the gate, and as many of up behind all of these; rows start at a multiple of
+  // 32 and end at one, or at the gate's end.
+  void (*gate_and_up)(const Matrix& w, const Stretch& rows, const void* packed, int64_t vectors, const Inner& inner);
+  void (*add_down)(const Matrix& w, const Stretch& rows, const void* packed, int64_t vectors, const Totals& totals);
 
   // Attention of a block of queries, see prefill.h: by the calling thread, in its scratch memory.
   void (*attend)(const tp_attention& a, const QueryBlock& block, const uint16_t* q, const uint16_t* keys,

@@ -32,9 +32,13 @@ class Moe {
   template <class Work>
   void for_parts(const Share& share, int64_t rows, Work&& work) const;
   template <class X>
-  void pack_runs(const Member& me, const Packed& packed, int32_t from, X&& x) const;
+  void pack_runs(const Member& me, const Packed& packed, X&& x) const;
+  void by_tiles(const void* x, const float* weights, void* out) const;  // bfloat16
+  void gate_and_up_by_tiles(const Part& part, const Packed& x, const Packed& inner) const;
+  void down_by_tiles(int64_t first, int64_t last, const Packed& inner, const float* weights, uint16_t* out) const;
+  void one_by_one(const void* x, const float* weights, int32_t dtype, void* out) const;
+  void gate_and_up(const Part& part, const Packed& x, float* inner) const;
   void down(const Part& part, const Packed& inner, int64_t row, int64_t rows, float* pieces) const;
-  void gate_and_up(const Part& part, const Packed& x, int32_t dtype, void* inner) const;
   void sum(const Member& me, const float* pieces, int64_t row, int64_t rows, int64_t stride, const float* weights,
            int32_t dtype, void* out) const;
 

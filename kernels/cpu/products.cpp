@@ -6,9 +6,14 @@
 
 namespace tp {
 
-void add_bias(tp_vector bias, int64_t first, int64_t n, float* room, int64_t count, float* vectors, int64_t stride) {
-  if (!bias.data) return;
+const float* load_bias(tp_vector bias, int64_t first, int64_t n, float* room) {
+  if (!bias.data) return nullptr;
   isa().load(at(bias.data, bias.dtype, first), bias.dtype, room, n);
+  return room;
+}
+
+void add_bias(tp_vector bias, int64_t first, int64_t n, float* room, int64_t count, float* vectors, int64_t stride) {
+  if (!load_bias(bias, first, n, room)) return;
   for (int64_t i = 0; i < count; i++) isa().add_scaled(vectors + i * stride, room, 1.0f, n);
 }
 

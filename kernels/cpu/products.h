@@ -46,6 +46,9 @@ inline void* at(void* x, int32_t dtype, int64_t item) { return static_cast<char*
 // `room` [n] is for the bias in float32.
 void add_bias(tp_vector bias, int64_t first, int64_t n, float* room, int64_t count, float* vectors, int64_t stride);
 
+// The n items themselves in `room` [n], or null where there are none.
+const float* load_bias(tp_vector bias, int64_t first, int64_t n, float* room);
+
 // Whether products with so many vectors are cheaper by tiles.
 bool tiles_pay(const tp_weight& w, int64_t vectors);
 
@@ -79,11 +82,9 @@ class Packed {
   void products(const Matrix& m, int64_t first, int64_t last, const int64_t* which, int64_t start, int64_t count,
                 float* out, int64_t stride) const;
 
-  bool tiles() const { return tiles_; }
-
- private:
   char* place(int64_t i) const { return data_ + i * bytes_; }
 
+ private:
   const tp_weight& w_;
   const bool tiles_, int8_;
   const int64_t bytes_;

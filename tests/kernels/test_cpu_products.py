@@ -145,6 +145,18 @@ def test_moe_with_biases_and_a_clamped_activation(isa, tokens, dtype):
     assert error(biases[0], biases[1].roll(1, 1)) > limit and error(None, biases[1]) > limit
 
 
+@pytest.mark.parametrize("formats", [("mxfp4", "fp8"), ("fp8", "nvfp4"), ("int4", "bf16"), ("bf16", "int4")], ids=str)
+def test_moe_of_two_formats(isa, three_threads, formats):
+    """What experts pass on has the order of columns that the second format wants, with zeros behind its end: 288 are
+    two groups of FP4 and a quarter. 140 vectors of an expert are more than tiles have sums for."""
+    case = MoeCase(150, 2, 3, 160, 288, [[0, 1]] * 140 + [[2, 1]] * 9 + [[1, -1]])
+    x, ids, weights, gate_up, _ = case.arguments(WEIGHTS[formats[0]], torch.bfloat16)
+    down = case.arguments(WEIGHTS[formats[1]], torch.bfloat16)[-1]
+    expected = moe64(x, ids, weights, decode64(gate_up), decode64(down))
+    y = isa.moe(x, ids, weights, gate_up, down)
+    assert worst_tile(y, expected, tokens_of_experts(ids, 3)) < tolerance(torch.bfloat16, 288)
+
+
 @pytest.mark.parametrize("case", ["dropped", "all dropped"])
 def test_a_dropped_token_s_weight_does_not_matter(isa, case):
     (x, ids, weights, gate_up, down), _ = moe_arguments(case, "nvfp4", torch.float32)
@@ -280,8 +292,9 @@ def test_float32_that_is_bfloat16_in_fact(isa):
         assert worst_tile(isa.linear(x, w), linear64(x, decode64(w))) < tolerance(torch.float32, 288)
 
 
-def test_threads_change_nothing(isa):
-    (x, ids, weights, gate_up, down), _ = moe_arguments("128 experts", "mxfp4", torch.bfloat16)
+@pytest.mark.parametrize("case", ["128 experts", "counts"])  # one token at a time, and many by tiles
+def test_threads_change_nothing(isa, case):
+    (x, ids, weights, gate_up, down), _ = moe_arguments(case, "mxfp4", torch.bfloat16)
     before, results = native.threads(), []
     for n in (1, 2, 3, 5):
         native.set_threads(n)
