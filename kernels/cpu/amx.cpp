@@ -146,8 +146,10 @@ class Products {
     sums_ = static_cast<float*>(scratch(which ? SLOT_SUMS_TOO : SLOT_SUMS, items * sizeof(float)));
   }
 
+  // Calls out(sums [16 rows][16 vectors], number of the first row, rows, first vector, vectors) for each tile of sums.
   // Memory is fetched half while decoding and half while multiplying: at once it would keep all of the cache's buffers.
-  void compute(int64_t row, int64_t rows, const uint8_t* next) {
+  template <class Out>
+  void compute(int64_t row, int64_t rows, const uint8_t* next, Out&& out) {
     constexpr int LINES = BAND / T::vectors / 2;
     const bool few = vectors_ <= MOST;
     band_.start(row, rows, next);
@@ -168,29 +170,26 @@ class Products {
         if (few) multiply<N, LINES>(band_.tiles, steps, x, narrow, ahead);
         else multiply<N, 0>(band_.tiles, steps, x, narrow, ahead);
         if (end == all_ || !few) save_sums<N>(kept);
+        if (end == all_) for_tiles<N>(kept, v, narrow, out);
       });
     }
-  }
-
-  // Calls f(sums [16 rows][16 vectors], number of the first row, rows, first vector, vectors) for each tile of sums.
-  template <class F>
-  void for_sums(F&& f) {
-    for_blocks(vectors_, [&](auto blocks, int64_t v, int64_t narrow) {
-      constexpr int N = blocks();
-      for (int64_t half = 0; half < 2 && half * TILE_ROWS < band_.rows; half++) {
-        const int64_t first = half * TILE_ROWS, rows = std::min<int64_t>(band_.rows - first, TILE_ROWS);
-        float* sums = sums_ + v / PAIR * SUMS + half * (N == 3 ? 3 : 2) * 256;
-        for (int64_t b = 0; b < N; b++) {
-          f(sums + b * 256, first, rows, v + b * BLOCK, b == N - 1 ? narrow : BLOCK);
-        }
-      }
-    });
   }
 
   const float* factors() const { return band_.factor; }
   float* sums() const { return sums_; }
 
  private:
+  template <int BLOCKS, class Out>
+  void for_tiles(float* sums, int64_t v, int64_t last, Out&& out) const {
+    for (int64_t half = 0; half < 2 && half * TILE_ROWS < band_.rows; half++) {
+      const int64_t first = half * TILE_ROWS, rows = std::min<int64_t>(band_.rows - first, TILE_ROWS);
+      for (int64_t b = 0; b < BLOCKS; b++) {
+        float* tile = sums + (half * (BLOCKS == 3 ? 3 : 2) + b) * 256;
+        out(tile, first, rows, v + b * BLOCK, b == BLOCKS - 1 ? last : BLOCK);
+      }
+    }
+  }
+
   const int64_t all_, chunk_, vectors_;
   const uint16_t* packed_;
   Band<T> band_;
@@ -221,8 +220,7 @@ void products_of_any(const Matrix& w, int64_t first, int64_t last, const void* p
     const Configured configured(vectors);
     Products<decltype(t)> products(w, packed, vectors);
     for (int64_t row = first; row < last; row += BAND) {
-      products.compute(row, std::min(last - row, BAND), w.row(row + BAND));
-      products.for_sums([&](const float* sums, int64_t r, int64_t rows, int64_t v, int64_t count) {
+      const auto put = [&](const float* sums, int64_t r, int64_t rows, int64_t v, int64_t count) {
         __m512i m[16];
         by_vector(sums, count, products.factors() + r, nullptr, m);
         float* to = out + v * stride + row + r - first;
@@ -230,7 +228,8 @@ void products_of_any(const Matrix& w, int64_t first, int64_t last, const void* p
         for (int i = 0; i < 16; i++) {
           if (i < count) _mm512_mask_storeu_ps(to + i * stride, lanes(rows), reinterpret_cast<__m512>(m[i]));
         }
-      });
+      };
+      products.compute(row, std::min(last - row, BAND), w.row(row + BAND), put);
     }
   });
 }
@@ -321,15 +320,15 @@ void gate_and_up(const Matrix& w, const Stretch& rows, const void* packed, int64
     Products<decltype(t)> gate(w, packed, vectors), up(w, packed, vectors, 1);
     for (int64_t row = rows.first; row < rows.last; row += BAND) {
       const int64_t n = std::min(rows.last - row, BAND), done = row - rows.first;
-      gate.compute(row, n, w.row(half + row));
-      up.compute(half + row, n, row + BAND < rows.last ? w.row(row + BAND) : rows.next);
-      gate.for_sums([&](float* sums, int64_t r, int64_t count, int64_t v, int64_t block) {
-        float* others = up.sums() + (sums - gate.sums());
-        finish(sums, count, block, gate.factors() + r, inner.gate_bias ? inner.gate_bias + done + r : nullptr);
-        finish(others, count, block, up.factors() + r, inner.up_bias ? inner.up_bias + done + r : nullptr);
-        activate(sums, others, 256, inner.activation);
-        columns.put(sums, row + r, v, block);
-      });
+      const auto put = [&](float* ups, int64_t r, int64_t count, int64_t v, int64_t block) {
+        float* gates = gate.sums() + (ups - up.sums());
+        finish(gates, count, block, gate.factors() + r, inner.gate_bias ? inner.gate_bias + done + r : nullptr);
+        finish(ups, count, block, up.factors() + r, inner.up_bias ? inner.up_bias + done + r : nullptr);
+        activate(gates, ups, 256, inner.activation);
+        columns.put(gates, row + r, v, block);
+      };
+      gate.compute(row, n, w.row(half + row), [](float*, int64_t, int64_t, int64_t, int64_t) {});
+      up.compute(half + row, n, row + BAND < rows.last ? w.row(row + BAND) : rows.next, put);
     }
   });
   if (rows.last < half) return;
@@ -344,8 +343,7 @@ void add_down(const Matrix& w, const Stretch& rows, const void* packed, int64_t 
     Products<decltype(t)> products(w, packed, vectors);
     for (int64_t row = rows.first; row < rows.last; row += BAND) {
       const int64_t n = std::min(rows.last - row, BAND), done = row - rows.first;
-      products.compute(row, n, row + BAND < rows.last ? w.row(row + BAND) : rows.next);
-      products.for_sums([&](const float* sums, int64_t r, int64_t count, int64_t v, int64_t block) {
+      const auto add = [&](const float* sums, int64_t r, int64_t count, int64_t v, int64_t block) {
         __m512i m[16];
         by_vector(sums, block, products.factors() + r, totals.bias ? totals.bias + done + r : nullptr, m);
 #pragma GCC unroll 16
@@ -355,7 +353,8 @@ void add_down(const Matrix& w, const Stretch& rows, const void* packed, int64_t 
           const __m512 weight = _mm512_set1_ps(totals.weights[v + i]), old = _mm512_maskz_loadu_ps(lanes(count), total);
           _mm512_mask_storeu_ps(total, lanes(count), _mm512_fmadd_ps(weight, reinterpret_cast<__m512>(m[i]), old));
         }
-      });
+      };
+      products.compute(row, n, row + BAND < rows.last ? w.row(row + BAND) : rows.next, add);
     }
   });
 }
