@@ -62,7 +62,7 @@ struct Matrix {
   bool has_scales_by_row() const { return w->block_rows == 1; }
 
   // Goes on to a row: whether its scales are others than those of the row before.
-  bool go_to(int64_t row, Place& at) const {
+  [[gnu::always_inline]] bool go_to(int64_t row, Place& at) const {
     const bool next = row >= at.end;
     if (next) at = place(row);
     return next || has_scales_by_row();
@@ -72,7 +72,8 @@ struct Matrix {
     return place.grid_row + (has_scales_by_row() ? row - place.first : 0);
   }
 
-  Place place(int64_t row) const {
+  // Inlined, as is go_to: the linker keeps one copy of a function, see isa.h.
+  [[gnu::always_inline]] Place place(int64_t row) const {
     int64_t start = 0, grid = 0;
     for (int32_t s = 0; s < w->segment_count; s++) {
       const int64_t end = start + w->segments[s];
