@@ -306,6 +306,11 @@ def test_layers_that_do_not_fit_together(ops):
             PlacedLayers([layer], pools, rotations)
     with pytest.raises(ValueError, match="layers cannot take"):
         ops.layers(x[:, :-1].contiguous(), PlacedLayers([layer], [case.pools], [None]), [], case.layout)
+    placed, angles = PlacedLayers([layer], [case.pools], [0]), torch.ones(6, 16)
+    with pytest.raises(ValueError, match="layers cannot take"):
+        ops.layers(x, placed, [(angles, angles)], case.layout)
+    with pytest.raises(ValueError, match="layers cannot take"):
+        ops.layers(x, PlacedLayers([layer], [case.pools], [None]), [], replace(case.layout, slots=case.layout.slots.int()))
 
 
 @pytest.mark.parametrize("plain", [True, False])
