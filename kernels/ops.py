@@ -511,8 +511,9 @@ class Ops:
         """x [T, H] -> [T, H] by all operations of layers that follow each other at once; None, and nothing is done, where
         the backend leaves those of any of them to be done one by one."""
         fits = x.ndim == 2 and layout.slots.shape == x.shape[:1] and placed.layers[0].input_norm.shape == x.shape[1:]
-        fits = fits and layout.slots.dtype == torch.int64 and all(len(part) == len(x) for by in rotations for part in by)
-        _check(fits, "layers", x, layout.slots, *(part for by in rotations for part in by))
+        angles = [part for rotation in rotations for part in rotation]
+        fits = fits and layout.slots.dtype == torch.int64 and all(len(part) == len(x) for part in angles)
+        _check(fits, "layers", x, layout.slots, *angles)
         fused = self._fused["layers"]
         return fused(x, placed, rotations, layout) if fused and x.numel() else None
 

@@ -155,7 +155,8 @@ class Products {
     band_.start(row, rows, next);
     for (int64_t g = 0; g < all_; g += chunk_) {
       const int64_t end = std::min(g + chunk_, all_), steps = (end - g) * T::vectors;
-      band_.decode(g, end, few ? 2 : 1);
+      if (few) band_.template decode<2>(g, end);
+      else band_.template decode<1>(g, end);
       const Ahead ahead = band_.ahead.behind(g * BAND + (end - g) * BAND / 2);
       asm volatile("" ::: "memory");
       for_blocks(vectors_, [&](auto blocks, int64_t v, int64_t narrow) {
@@ -214,24 +215,36 @@ inline void by_vector(const float* sums, int64_t vectors, const float* factors, 
   }
 }
 
-void products_of_any(const Matrix& w, int64_t first, int64_t last, const void* packed, int64_t vectors, float* out,
-                     int64_t stride) {
+// Calls out(results [16 vectors][16 rows], first row behind that of the stretch, rows, first vector, vectors) for each tile
+// of products with the rows of a stretch.
+template <class Out>
+void for_results(const Matrix& w, const Stretch& rows, const void* packed, int64_t vectors, const float* bias, Out&& out) {
   with_tile_format(*w.w, [&](auto t) {
     const Configured configured(vectors);
     Products<decltype(t)> products(w, packed, vectors);
-    for (int64_t row = first; row < last; row += BAND) {
-      const auto put = [&](const float* sums, int64_t r, int64_t rows, int64_t v, int64_t count) {
+    for (int64_t row = rows.first; row < rows.last; row += BAND) {
+      const auto put = [&](const float* sums, int64_t first, int64_t count, int64_t v, int64_t block) {
+        const int64_t done = row - rows.first + first;
         __m512i m[16];
-        by_vector(sums, count, products.factors() + r, nullptr, m);
-        float* to = out + v * stride + row + r - first;
-#pragma GCC unroll 16
-        for (int i = 0; i < 16; i++) {
-          if (i < count) _mm512_mask_storeu_ps(to + i * stride, lanes(rows), reinterpret_cast<__m512>(m[i]));
-        }
+        by_vector(sums, block, products.factors() + first, bias ? bias + done : nullptr, m);
+        out(m, done, count, v, block);
       };
-      products.compute(row, std::min(last - row, BAND), w.row(row + BAND), put);
+      const uint8_t* next = row + BAND < rows.last ? w.row(row + BAND) : rows.next;
+      products.compute(row, std::min(rows.last - row, BAND), next, put);
     }
   });
+}
+
+void products_of_any(const Matrix& w, int64_t first, int64_t last, const void* packed, int64_t vectors, float* out,
+                     int64_t stride) {
+  const auto put = [&](const __m512i (&m)[16], int64_t done, int64_t rows, int64_t v, int64_t block) {
+    float* to = out + v * stride + done;
+#pragma GCC unroll 16
+    for (int i = 0; i < 16; i++) {
+      if (i < block) _mm512_mask_storeu_ps(to + i * stride, lanes(rows), reinterpret_cast<__m512>(m[i]));
+    }
+  };
+  for_results(w, {first, last, w.row(last)}, packed, vectors, nullptr, put);
 }
 
 // Which rows of a tile become a pair of columns of packed vectors, and the pair's place in its group.
@@ -338,25 +351,16 @@ void gate_and_up(const Matrix& w, const Stretch& rows, const void* packed, int64
 }
 
 void add_down(const Matrix& w, const Stretch& rows, const void* packed, int64_t vectors, const Totals& totals) {
-  with_tile_format(*w.w, [&](auto t) {
-    const Configured configured(vectors);
-    Products<decltype(t)> products(w, packed, vectors);
-    for (int64_t row = rows.first; row < rows.last; row += BAND) {
-      const int64_t n = std::min(rows.last - row, BAND), done = row - rows.first;
-      const auto add = [&](const float* sums, int64_t r, int64_t count, int64_t v, int64_t block) {
-        __m512i m[16];
-        by_vector(sums, block, products.factors() + r, totals.bias ? totals.bias + done + r : nullptr, m);
+  const auto add = [&](const __m512i (&m)[16], int64_t done, int64_t count, int64_t v, int64_t block) {
 #pragma GCC unroll 16
-        for (int i = 0; i < 16; i++) {
-          if (i >= block) continue;
-          float* total = totals.values + totals.tokens[v + i] * totals.stride + done + r;
-          const __m512 weight = _mm512_set1_ps(totals.weights[v + i]), old = _mm512_maskz_loadu_ps(lanes(count), total);
-          _mm512_mask_storeu_ps(total, lanes(count), _mm512_fmadd_ps(weight, reinterpret_cast<__m512>(m[i]), old));
-        }
-      };
-      products.compute(row, n, row + BAND < rows.last ? w.row(row + BAND) : rows.next, add);
+    for (int i = 0; i < 16; i++) {
+      if (i >= block) continue;
+      float* total = totals.values + totals.tokens[v + i] * totals.stride + done;
+      const __m512 weight = _mm512_set1_ps(totals.weights[v + i]), old = _mm512_maskz_loadu_ps(lanes(count), total);
+      _mm512_mask_storeu_ps(total, lanes(count), _mm512_fmadd_ps(weight, reinterpret_cast<__m512>(m[i]), old));
     }
-  });
+  };
+  for_results(w, rows, packed, vectors, totals.bias, add);
 }
 
 int64_t vector_bytes(const tp_weight& w) {

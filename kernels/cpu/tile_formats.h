@@ -270,7 +270,7 @@ class Band {
   // Rows from `row` on; those behind them have a factor of zero. `next` is what is read after them, as many bytes.
   void start(int64_t row, int64_t count, const uint8_t* next) {
     rows = count;
-    data_ = w_.data + row * w_.w->row_bytes;
+    data_ = w_.row(row);
     ahead = {next, BAND / Ahead::STREAMS * w_.w->row_bytes};
     for (int64_t r = 0; r < count; r++) {
       if (w_.go_to(row + r, place_)) {
@@ -284,13 +284,14 @@ class Band {
 
   // Tiles of groups first … last − 1, those of a step for both halves of the band side by side. For every row of a group
   // a line of what is ahead is fetched, or for every other one.
-  void decode(int64_t first, int64_t last, int every) const {
+  template <int EVERY>
+  void decode(int64_t first, int64_t last) const {
     int64_t line = first * BAND;
-    for (int64_t g = first; g < last; g++, line += BAND / every) {
+    for (int64_t g = first; g < last; g++, line += BAND / EVERY) {
       uint16_t* out = tiles + (g - first) * T::vectors * 2 * TILE;
       const int64_t left = bytes_ - g * T::bytes;
-      if (left > T::bytes) decode_group(g, line, every, out, [](const uint8_t* p) { return T::load(p); });
-      else decode_group(g, line, every, out, [left](const uint8_t* p) { return T::load_part(p, left); });
+      if (left > T::bytes) decode_group<EVERY>(g, line, out, [](const uint8_t* p) { return T::load(p); });
+      else decode_group<EVERY>(g, line, out, [left](const uint8_t* p) { return T::load_part(p, left); });
     }
   }
 
@@ -301,11 +302,11 @@ class Band {
 
  private:
   // A group's columns of all rows, which are rows of tiles.
-  template <class Load>
-  void decode_group(int64_t g, int64_t line, int every, uint16_t* out, Load&& load) const {
+  template <int EVERY, class Load>
+  void decode_group(int64_t g, int64_t line, uint16_t* out, Load&& load) const {
     const uint8_t* p = data_ + g * T::bytes;
     for (int64_t r = 0; r < rows; r++, p += w_.w->row_bytes, out += STEP) {
-      if (r % every == 0) ahead.fetch(line + r / every);
+      if (r % EVERY == 0) ahead.fetch(line + r / EVERY);
       __m512i words[T::vectors];
       T::decode(load(p), row_scales_[r] + g * ITEMS<T>, words);
 #pragma GCC unroll 4
