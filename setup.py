@@ -13,14 +13,14 @@ FOLDER = Path("kernels/cpu")
 FLAGS = ["-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-fno-math-errno", "-Wall", "-Wextra", "-pthread"]
 FLAGS += ["-Wno-maybe-uninitialized", "-Wno-uninitialized"]  # false alarms of gcc 12 about its own AVX-512 headers
 AVX512 = ["-march=icelake-client", "-mprefer-vector-width=512"]  # loops of gcc are of 256 bits otherwise
-AMX = [*AVX512, "-mavx512bf16", "-mamx-tile", "-mamx-bf16"]
+AVX512_BF16 = [*AVX512, "-mavx512bf16"]
 COMMON = ["api", "threads", "products", "moe", "small_ops", "attention", "prefill", "latents", "layer", "portable"]
 SETS = {
     "x86_64": {
         "avx2": ["-mavx2", "-mfma", "-mf16c", "-mbmi2"],
         "avx512": AVX512,
-        "amx": AMX,
-        "amx_attention": AMX,
+        "avx512_bf16": AVX512_BF16,
+        "amx": [*AVX512_BF16, "-mamx-tile", "-mamx-bf16"],
     },
     "aarch64": {"neon": ["-fno-schedule-insns"]},  # which would keep more values at hand than there are registers
 }

@@ -23,7 +23,7 @@ namespace {
 
 #ifdef __x86_64__
 struct Cpu {
-  bool avx2 = false, avx512 = false, amx = false;
+  bool avx2 = false, avx512 = false, avx512_bf16 = false, amx = false;
 
   Cpu() {
     unsigned a, b, c, d, b7, c7, d7, a71;
@@ -35,7 +35,8 @@ struct Cpu {
     avx2 = fma && b7 & bit_AVX2 && (saved & 0x6) == 0x6;
     const unsigned wide = bit_AVX512F | bit_AVX512BW | bit_AVX512DQ | bit_AVX512VL | bit_BMI2;
     avx512 = avx2 && (b7 & wide) == wide && c7 & bit_AVX512VBMI && c7 & bit_AVX512VNNI && (saved & 0xe0) == 0xe0;
-    amx = avx512 && a71 & 1u << 5 && d7 & 1u << 22 && d7 & 1u << 24 && (saved & 0x60000) == 0x60000 && may_use_tiles();
+    avx512_bf16 = avx512 && a71 & 1u << 5;
+    amx = avx512_bf16 && d7 & 1u << 22 && d7 & 1u << 24 && (saved & 0x60000) == 0x60000 && may_use_tiles();
   }
 
   static uint64_t xgetbv() {
@@ -54,7 +55,7 @@ struct Cpu {
 
 // Best first.
 struct Available {
-  const Isa* list[4];
+  const Isa* list[5];
   int count = 0;
   std::string names;
 
@@ -62,6 +63,7 @@ struct Available {
 #ifdef __x86_64__
     const Cpu cpu;
     if (cpu.amx) add(amx_isa);
+    if (cpu.avx512_bf16) add(avx512_bf16_isa);
     if (cpu.avx512) add(avx512_isa);
     if (cpu.avx2) add(avx2_isa);
 #elif defined(__aarch64__)

@@ -17,7 +17,7 @@ struct Group {
   using Elements = tp::Elements;
   using Sum = __m256;
   using Item = float;
-  static constexpr int group = 32, items = group, together = 1;
+  static constexpr int group = 32, items = group, sums = 1, shared = 1;
 
   static Sum dot(const Elements& e, const X* x) {
     Sum sum = _mm256_mul_ps(e.value[0], _mm256_load_ps(x));

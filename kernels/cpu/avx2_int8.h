@@ -14,7 +14,7 @@ struct Codes {
   using Raw = __m256i;
   using Sum = __m256;
   using Item = float;
-  static constexpr int LANES = 8, group = 64, items = 1, bytes = 32, together = 4, span = SPAN, at_once = 4;
+  static constexpr int LANES = 8, group = 64, items = 1, bytes = 32, sums = 12, shared = 1, span = SPAN, at_once = 4;
   struct Elements {
     __m256i even, odd;
   };

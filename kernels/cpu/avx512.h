@@ -21,7 +21,7 @@ struct Group {
   using X = float;
   using Raw = __m512i;
   using Sum = __m512;
-  static constexpr int vectors = V, group = 32 * V, items = group, bytes = 64, together = 4;
+  static constexpr int vectors = V, group = 32 * V, items = group, bytes = 64, sums = 12, shared = 1;
   struct Elements {
     __m512 value[2 * V];
   };

@@ -2,7 +2,8 @@
 //
 //   F::X, F::items        item of a packed vector, and how many of them a group has
 //   F::group, F::bytes    columns worked on at a time, and the bytes they take in a row
-//   F::together           rows worked on at a time for up to three vectors
+//   F::sums               sums that registers are left for: as many rows are worked on at a time, but no more than four
+//   F::shared             rows for which vectors are read once, where as many are worked on
 //   F::span               columns that one item of a row of scales stands for; 0 without scales
 //   F::Item, F::read      item of a row of scales, and how a row is read
 //   F::load, F::load_part the raw bytes of a group, whole or cut short (filled up with zeros)
@@ -21,7 +22,7 @@
 namespace tp {
 namespace {
 
-constexpr int64_t AHEAD = 4096;  // bytes of a weight fetched ahead of their use; hardware stops at a page's end
+constexpr int64_t AHEAD = 8192;  // bytes of a weight fetched ahead of their use; hardware stops at a page's end
 constexpr int SLACK = 64;        // items behind a row of scales
 
 template <class F>
@@ -49,7 +50,7 @@ struct Together;
 
 template <class F, int R, int... V>
 struct Together<F, R, std::integer_sequence<int, V...>> {
-  static constexpr int count = sizeof...(V);
+  static constexpr int count = sizeof...(V), SHARED = R % F::shared ? 1 : F::shared;
   using X = typename F::X;
   using Sum = typename F::Sum;
   using Item = typename F::Item;
@@ -57,11 +58,25 @@ struct Together<F, R, std::integer_sequence<int, V...>> {
   const uint8_t* data[R];
   const Item* scales[R];
 
-  __attribute__((always_inline)) static void add(Sum (&sum)[count], const X* const (&x)[count], int64_t g,
-                                                 typename F::Raw raw, const Item* scales) {
-    const auto elements = F::decode(raw);
-    const auto scale = F::scale(scales + g * SCALES<F>);
-    ((sum[V] = F::add(sum[V], elements, x[V] + g * F::items, scale)), ...);
+  // Group g of rows r … r + SHARED − 1. What they have of a vector is read once.
+  template <class Load>
+  __attribute__((always_inline)) void add(Sum (&sum)[R][count], const X* const (&x)[count], int64_t g, int r,
+                                          Load&& load) const {
+    decltype(F::decode(load(data[0]))) elements[SHARED];
+    decltype(F::scale(scales[0])) scale[SHARED];
+#pragma GCC unroll 4
+    for (int i = 0; i < SHARED; i++) {
+      elements[i] = F::decode(load(data[r + i] + g * F::bytes));
+      scale[i] = F::scale(scales[r + i] + g * SCALES<F>);
+    }
+    (add_vector<V>(sum, x[V] + g * F::items, r, elements, scale), ...);
+  }
+
+  template <int VECTOR, class Elements, class Scale>
+  __attribute__((always_inline)) static void add_vector(Sum (&sum)[R][count], const X* x, int r,
+                                                        const Elements (&elements)[SHARED], const Scale (&scale)[SHARED]) {
+#pragma GCC unroll 4
+    for (int i = 0; i < SHARED; i++) sum[r + i][VECTOR] = F::add(sum[r + i][VECTOR], elements[i], x, scale[i]);
   }
 
   // Rows of `size` bytes; out[r][v] are the sums over all columns.
@@ -72,23 +87,26 @@ struct Together<F, R, std::integer_sequence<int, V...>> {
     const int64_t whole = (size - 1) / F::bytes;
     for (int64_t g = 0; g < whole; g++) {
 #pragma GCC unroll 4
-      for (int r = 0; r < R; r++) {
-        __builtin_prefetch(data[r] + g * F::bytes + AHEAD / R);
-        add(sum[r], x, g, F::load(data[r] + g * F::bytes), scales[r]);
-      }
-    }
+      for (int r = 0; r < R; r++) __builtin_prefetch(data[r] + g * F::bytes + AHEAD / R);
 #pragma GCC unroll 4
-    for (int r = 0; r < R; r++) {
-      add(sum[r], x, whole, F::load_part(data[r] + whole * F::bytes, size - whole * F::bytes), scales[r]);
-      ((out[r][V] = F::reduce(sum[r][V])), ...);
+      for (int r = 0; r < R; r += SHARED) add(sum, x, g, r, [](const uint8_t* p) { return F::load(p); });
     }
+    const int64_t left = size - whole * F::bytes;
+#pragma GCC unroll 4
+    for (int r = 0; r < R; r += SHARED) add(sum, x, whole, r, [left](const uint8_t* p) { return F::load_part(p, left); });
+#pragma GCC unroll 4
+    for (int r = 0; r < R; r++) ((out[r][V] = F::reduce(sum[r][V])), ...);
   }
 };
+
+// Rows worked on at a time.
+template <class F, int M>
+constexpr int ROWS = F::sums >= 4 * M ? 4 : F::sums >= 2 * M ? 2 : 1;
 
 // Rows far apart are worked on together: memory gives several streams faster than one.
 template <class F, int M>
 void dots(const Matrix& w, int64_t first, int64_t last, const void* const* xs, float* out, int64_t stride) {
-  constexpr int R = M <= 3 ? F::together : 1;
+  constexpr int R = ROWS<F, M>;
   const int64_t size = ceil_div(w.w->k * F::bytes, F::group), apart = ceil_div(last - first, R);
   int64_t scale_stride;
   typename F::Item* scales = scale_rows<F>(*w.w, R, scale_stride);
@@ -103,6 +121,7 @@ void dots(const Matrix& w, int64_t first, int64_t last, const void* const* xs, f
       rows.data[r] = w.data + row[r] * w.w->row_bytes;
       rows.scales[r] = scales + r * scale_stride;
       if (w.go_to(row[r], place[r])) F::read(w, w.scale_row(place[r], row[r]), scales + r * scale_stride);
+      w.fetch_scales(w.scale_row(place[r], row[r]) + 1);
     }
     float products[R][M];
     rows.multiply(size, xs, products);

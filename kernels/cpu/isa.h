@@ -44,6 +44,9 @@ struct Totals {
 
 // What a matrix unit does, in bfloat16. Products are for many vectors; blocks of up to 16 of them are packed together.
 struct Tiles {
+  // For how many vectors they pay; the latter where there is nothing to decode.
+  int64_t fewest, fewest_plain;
+
   // A block of `count` vectors takes count · vector_bytes.
   int64_t (*vector_bytes)(const tp_weight& w);
   void (*pack)(const tp_weight& w, const void* const* xs, int count, int32_t from, void* out);
@@ -138,8 +141,8 @@ struct Isa {
 
 extern const Isa portable_isa;
 #ifdef __x86_64__
-extern const Isa avx2_isa, avx512_isa, amx_isa;
-extern const Int8 avx512_int8;  // which amx has, too
+extern const Isa avx2_isa, avx512_isa, avx512_bf16_isa, amx_isa;
+extern const Int8 avx512_int8;  // which those with more than AVX-512 have, too
 #elif defined(__aarch64__)
 extern const Isa neon_isa;
 #endif

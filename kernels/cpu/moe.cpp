@@ -59,7 +59,7 @@ void Moe::for_parts(const Share& share, int64_t rows, Work&& work) const {
 }
 
 // inner [slots, i].
-void Moe::gate_and_up(const Part& part, const Packed& x, float* inner) const {
+void Moe::gate_and_up(const Part& part, const Packed& x, int32_t dtype, void* inner) const {
   const Run& run = *part.run;
   const int64_t half = down_.k, rows = rows_at_a_time(run.count);
   const Matrix matrix(gate_up_, run.expert);
@@ -74,7 +74,7 @@ void Moe::gate_and_up(const Part& part, const Packed& x, float* inner) const {
     }
     for (int64_t i = 0; i < run.count; i++) {
       isa().activate(gate + i * rows, up + i * rows, n, activation_);
-      std::copy_n(gate + i * rows, n, inner + (run.first + i) * half + row);
+      isa().store(gate + i * rows, dtype, at(inner, dtype, (run.first + i) * half + row), n);
     }
   }
 }
@@ -110,7 +110,8 @@ void Moe::one_by_one(const void* x, const float* weights, int32_t dtype, void* o
   const int64_t slots = static_cast<int64_t>(order_.size()), h = down_.n, i = down_.k;
   const Packed packed(gate_up_, tokens_, false, SLOT_PACKED), packed_inner(down_, slots, false, SLOT_PACKED_INNER);
   const int64_t tile = std::clamp(PIECES / std::max<int64_t>(1, slots) / GRAIN * GRAIN, GRAIN, h + GRAIN);
-  float* inner = static_cast<float*>(scratch(SLOT_INNER, (slots * i + 1) * sizeof(float)));
+  const int32_t passed = down_.act == TP_INT8 ? TP_FLOAT : dtype;  // what is quantized is not rounded before
+  void* inner = scratch(SLOT_INNER, (slots * i + 1) * item_bytes(passed));
   float* pieces = static_cast<float*>(scratch(SLOT_PIECES, (slots * std::min(tile, h) + 1) * sizeof(float)));
 
   Shares shares;
@@ -120,12 +121,12 @@ void Moe::one_by_one(const void* x, const float* weights, int32_t dtype, void* o
     packed.pack(first, last, dtype, [&](int64_t t) { return at(x, dtype, t * h); });
     me.barrier();
     shares.take(me, [&](const Share& share) {
-      for_parts(share, i, [&](const Part& part) { gate_and_up(part, packed, inner); });
+      for_parts(share, i, [&](const Part& part) { gate_and_up(part, packed, passed, inner); });
     });
     me.barrier();
     shares.renew(me);
     me.share(slots, 1, first, last);
-    packed_inner.pack(first, last, TP_FLOAT, [&](int64_t p) { return inner + p * i; });
+    packed_inner.pack(first, last, passed, [&](int64_t p) { return at(inner, passed, p * i); });
     for (int64_t row = 0; row < h; row += tile) {
       const int64_t rows = std::min(tile, h - row);
       me.barrier();

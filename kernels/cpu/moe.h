@@ -37,7 +37,7 @@ class Moe {
   void gate_and_up_by_tiles(const Part& part, const Packed& x, const Packed& inner) const;
   void down_by_tiles(int64_t first, int64_t last, const Packed& inner, const float* weights, uint16_t* out) const;
   void one_by_one(const void* x, const float* weights, int32_t dtype, void* out) const;
-  void gate_and_up(const Part& part, const Packed& x, float* inner) const;
+  void gate_and_up(const Part& part, const Packed& x, int32_t dtype, void* inner) const;
   void down(const Part& part, const Packed& inner, int64_t row, int64_t rows, float* pieces) const;
   void sum(const Member& me, const float* pieces, int64_t row, int64_t rows, int64_t stride, const float* weights,
            int32_t dtype, void* out) const;

@@ -1,6 +1,6 @@
 """The shared library of this folder, through ctypes: it is found, checked and described here.
 
-Its functions release the GIL. For tests, `TUTEL_PACK_ISA` forces an instruction set (portable; avx2, avx512, amx; neon),
+Its functions release the GIL. For tests, `TUTEL_PACK_ISA` forces an instruction set (portable; avx2, avx512, avx512_bf16, amx; neon),
 and `TUTEL_PACK_CPU_LIBRARY` another build of the library.
 """
 

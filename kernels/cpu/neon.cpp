@@ -16,7 +16,7 @@ struct Group {
   using Elements = tp::Elements;
   using Sum = float32x4_t;
   using Item = float;
-  static constexpr int group = 32, items = group, together = 1;
+  static constexpr int group = 32, items = group, sums = 1, shared = 1;
 
   template <int N>
   static Sum dot(const Elements& e, const X* x, const int (&which)[N]) {

@@ -23,7 +23,7 @@ struct Group {
   struct Sum {
     float lane[LANES];
   };
-  static constexpr int group = COLUMNS, items = group, together = 1;
+  static constexpr int group = COLUMNS, items = group, sums = 1, shared = 1;
 
   static void read(const Matrix& w, int64_t grid_row, Item* out) { read_scales(w, grid_row, COLUMNS, out); }
   static Scale scale(const Item* scales) { return *scales; }

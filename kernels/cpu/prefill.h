@@ -23,8 +23,4 @@ bool has_attention(const tp_attention& a, const tp_layout& layout);
 bool any_attention(const tp_attention& a, const tp_layout& layout, const void* q, const void* keys, const void* values,
                    void* out);
 
-// Tiles::attend by AMX.
-void attend_by_amx(const tp_attention& a, const QueryBlock& block, const uint16_t* q, const uint16_t* keys,
-                   const uint16_t* values, uint16_t* out);
-
 }  // namespace tp

@@ -33,7 +33,8 @@ bool fits_bf16(const float* x, int64_t n) {
 }  // namespace
 
 bool tiles_pay(const tp_weight& w, int64_t vectors) {
-  return isa().tiles && w.act == TP_AS_IT_IS && vectors >= (w.format == TP_BF16 ? 6 : 4);
+  const Tiles* tiles = isa().tiles;
+  return tiles && w.act == TP_AS_IT_IS && vectors >= (w.format == TP_BF16 ? tiles->fewest_plain : tiles->fewest);
 }
 
 bool tiles_are_right(const tp_weight& w, const void* x, int32_t dtype, int64_t n) {

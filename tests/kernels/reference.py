@@ -61,6 +61,8 @@ def e4m3(byte: int) -> float:
 
 ON_A_CPU = ("cpu", "torch")
 """Backends that work on a CPU. Triton's needs its interpreter there, and has test files of its own."""
+WITH_TILES = ("amx", "avx512_bf16")
+"""Native instruction sets that multiply many vectors at once, in bfloat16."""
 E4M3 = np.array([e4m3(b) for b in range(256)])
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
 INT4 = np.array([0, 1, 2, 3, 4, 5, 6, 7, -8, -7, -6, -5, -4, -3, -2, -1], dtype=np.float64)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from tests.kernels import test_attention
-from tests.kernels.reference import worst_tile
+from tests.kernels.reference import WITH_TILES, worst_tile
 from tests.kernels.test_attention import Case
 from tests.kernels.test_cpu_attention import instruction_set, threads  # noqa: F401
 
@@ -35,11 +35,11 @@ CASES = {
 GROWTH = {"none": 0.0, "slow": 0.05, "fast": 1.0}
 
 
-@pytest.fixture
-def amx():
-    if "amx" not in native.available():
-        pytest.skip("this processor has no AMX")
-    native.select("amx")
+@pytest.fixture(params=WITH_TILES)
+def tiles(request):
+    if request.param not in native.available():
+        pytest.skip(f"this processor has no {request.param}")
+    native.select(request.param)
     yield
     native.select(None)
 
@@ -145,7 +145,7 @@ def test_chunks_are_all_at_once(build, instruction_set):
     assert error(torch.cat(parts[::-1]), whole.double().flatten(0, 1).numpy()) > case.limit()
 
 
-def test_what_lies_outside_is_not_read(build, amx):
+def test_what_lies_outside_is_not_read(build, tiles):
     """Neither behind a sequence, nor before its first query's window: there the system may have taken blocks away."""
     case = build(64, Case([300], [80], window=50, block=16))
     tables = [case.layout.tables[0].clone()]
@@ -156,7 +156,7 @@ def test_what_lies_outside_is_not_read(build, amx):
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
-def test_what_is_not_a_number_reaches_those_who_see_it(bad, build, amx):
+def test_what_is_not_a_number_reaches_those_who_see_it(bad, build, tiles):
     case = build(64, Case([0], [200], heads=2, kv_heads=1, block=16))
     case.keys[case.layout.tables[0][6], 4, 0, 0] = bad  # position 100
     got = attention(case)
@@ -171,4 +171,4 @@ def test_who_is_asked(build, instruction_set, monkeypatch):
     attention(case, scale=-1.0)  # the largest product would be the smallest logit
     attention(case, q=case.q.float(), keys=case.keys.float(), values=case.values.float())
     both = [torch.bfloat16, torch.float32]
-    assert asked == (both if instruction_set == "amx" else [torch.bfloat16, *both])
+    assert asked == (both if instruction_set in WITH_TILES else [torch.bfloat16, *both])

@@ -1,39 +1,24 @@
-// Attention by AMX tiles. Logits are keys × queries and sums are values × weights, so queries are columns: sixteen of
+// Attention by tiles, see tiles.h. Logits are keys × queries and sums are values × weights, so queries are columns: sixteen of
 // them are the lanes of a register, and a softmax is arithmetic of whole registers. Rows of keys are tiles as they are;
 // values are transposed. Both are packed once for all queries of a block.
 //
 // A step is 32 keys, a pair is 2 · 16 queries. While tiles multiply the queries of a pair by the keys of one step, the
 // vector units make weights of the logits of another. What is written for a moment only stays in the first cache:
 // writing to the second one takes longer than all products, so sums are brought there once for many keys.
-#include <immintrin.h>
-
-#include "isa.h"
+#pragma once
 #include "prefill.h"
-#include "threads.h"
+#include "products.h"
+#include "tile_formats.h"
 #include "transpose.h"
-#include "weight.h"
 
 namespace tp {
 namespace {
 
-constexpr int64_t TILE = 512, STEP = 32, PAIR = 32;  // bfloat16 of a tile, keys of a step, queries of a pair
-constexpr int64_t STEPS = 16, KEYS = STEPS * STEP;   // keys that are packed at a time
-constexpr int64_t RING = 4;                          // steps whose logits are kept
-constexpr float NEVER = -1e30f;                      // below all logits, but finite
+constexpr int64_t STEPS = 16, KEYS = STEPS * STEP;  // keys that are packed at a time
+constexpr int64_t RING = 4;                         // steps whose logits are kept
+constexpr float NEVER = -1e30f;                     // below all logits, but finite
 constexpr float LOG2_E = 1.44269504f;
-constexpr float SLACK = 32;                          // weights may be so many powers of two above 1
-
-struct alignas(64) Config {
-  uint8_t palette = 1, start_row = 0, reserved[14] = {};
-  uint16_t bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
-  uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
-
-  // gcc 12's own intrinsic does not say that it reads memory.
-  void load() const { asm volatile("ldtilecfg %0" ::"m"(*this) : "memory"); }
-};
-
-// Memory that tiles have written is read by others, and the other way round.
-inline void tiles_and_others_meet() { asm volatile("" ::: "memory"); }
+constexpr float HEADROOM = 32;                      // weights may be so many powers of two above 1
 
 // 2^x to 2.6 · 10⁻⁶, 0 for −∞: a polynomial for what x is above a whole number.
 inline __m512 power_of_two(__m512 x) {
@@ -56,43 +41,12 @@ inline __m512i alternate(__m512 a, __m512 b) {
 inline __mmask32 words(int64_t n) { return n >= 32 ? ~0u : n > 0 ? (1u << n) - 1 : 0; }
 
 // Where tiles of an operand lie: two side by side are `second` apart, and those of the next product `next`.
+// U::product<FRESH>(a, b, count, out, between) makes out [32][32] the sum of `count` products of two tiles of rows and two
+// of columns; adds it to that unless FRESH. Where products leave other units free, `between` is called after every four.
 struct Operand {
   const uint16_t* data;
   int64_t second, next;
 };
-
-// out [32][32] = the sum of `count` products of two tiles of rows and two of columns; added to it unless FRESH.
-// `between` is called after every four products of tiles. Keys and values only pass through the first cache, and should
-// not drive out what is in use there.
-template <bool FRESH, class Between>
-inline void multiply(Operand a, Operand b, int64_t count, float* out, Between&& between) {
-  if (FRESH) {
-    _tile_zero(0);
-    _tile_zero(1);
-    _tile_zero(2);
-    _tile_zero(3);
-  } else {
-    _tile_loadd(0, out, 128);
-    _tile_loadd(1, out + 16, 128);
-    _tile_loadd(2, out + 512, 128);
-    _tile_loadd(3, out + 528, 128);
-  }
-  for (int64_t i = 0; i < count; i++, a.data += a.next, b.data += b.next) {
-    _tile_stream_loadd(4, a.data, 64);
-    _tile_loadd(6, b.data, 64);
-    _tile_dpbf16ps(0, 4, 6);
-    _tile_loadd(7, b.data + b.second, 64);
-    _tile_dpbf16ps(1, 4, 7);
-    _tile_stream_loadd(5, a.data + a.second, 64);
-    _tile_dpbf16ps(2, 5, 6);
-    _tile_dpbf16ps(3, 5, 7);
-    between();
-  }
-  _tile_stored(0, out, 128);
-  _tile_stored(1, out + 16, 128);
-  _tile_stored(2, out + 512, 128);
-  _tile_stored(3, out + 528, 128);
-}
 
 // Of a pair: the whole number that exponents of weights are relative to, and the sums of weights.
 struct Softmax {
@@ -154,6 +108,7 @@ struct Parts {
   }
 };
 
+template <class U>
 class Block {
  public:
   Block(const tp_attention& a, const QueryBlock& b, const uint16_t* q, const uint16_t* keys, const uint16_t* values)
@@ -167,15 +122,13 @@ class Block {
   }
 
   void run(uint16_t* out) {
-    Config().load();
+    const typename U::Configured configured(BLOCK);
     start();
     const int64_t end = b_.position + b_.count, begin = low(b_.position);
     for (int64_t chunk = begin / STEP * STEP; chunk < end; chunk += KEYS) {
       pack_chunk(chunk, begin, end);
       for (int64_t pair = 0; pair < pairs_; pair++) attend(chunk, pair);
     }
-    _tile_release();
-    tiles_and_others_meet();
     for (int64_t column = 0; column < 2 * pairs_; column++) finish(column, out);
   }
 
@@ -313,7 +266,6 @@ class Block {
     Softmax softmax = softmax_[pair];
     logits(pair, from, [] {});
     if (from + 1 < to) logits(pair, from + 1, [] {});
-    tiles_and_others_meet();
     hide(chunk, pair, from);
     Tops tops(ring(from));
     tops.some(STEP);
@@ -331,8 +283,7 @@ class Block {
       } else {
         weights.some(STEP);
       }
-      tiles_and_others_meet();
-    }
+      }
     softmax_[pair] = softmax;
     if (fresh) add_values<true>(pair, from, to);
     else add_values<false>(pair, from, to);
@@ -344,7 +295,7 @@ class Block {
   void logits(int64_t pair, int64_t step, Between&& between) const {
     const Operand keys{packed_keys_ + step * STEP * width_, columns_ * TILE, TILE};
     const Operand queries{packed_q_ + pair * PAIR * width_, columns_ * TILE, TILE};
-    multiply<true>(keys, queries, columns_, ring(step), between);
+    U::template product<true>(keys, queries, columns_, ring(step), between);
   }
 
   template <bool FRESH>
@@ -352,7 +303,7 @@ class Block {
     const Operand weights{weights_ + from * 2 * TILE, TILE, 2 * TILE};
     for (int64_t c = 0; c < columns_; c++) {
       const Operand values{packed_values_ + from * STEP * width_ + 2 * c * TILE, TILE, STEP * width_};
-      multiply<FRESH>(values, weights, to - from, sums_ + (pair * width_ + 32 * c) * PAIR, [] {});
+      U::template product<FRESH>(values, weights, to - from, sums_ + (pair * width_ + 32 * c) * PAIR, [] {});
     }
   }
 
@@ -376,7 +327,7 @@ class Block {
   void raise(int64_t pair, Softmax& softmax, const __m512 (&largest)[2], int64_t from, int64_t step, bool fresh) const {
     for (int c = 0; c < 2; c++) {
       const __m512 logit = _mm512_mul_ps(largest[c], _mm512_set1_ps(scale_)), old = softmax.top[c];
-      const __mmask16 larger = _mm512_cmp_ps_mask(logit, _mm512_add_ps(old, _mm512_set1_ps(SLACK)), _CMP_GT_OQ);
+      const __mmask16 larger = _mm512_cmp_ps_mask(logit, _mm512_add_ps(old, _mm512_set1_ps(HEADROOM)), _CMP_GT_OQ);
       if (!larger) continue;
       softmax.top[c] = _mm512_mask_roundscale_ps(old, larger, logit, _MM_FROUND_TO_POS_INF);
       const __m512 factor = _mm512_scalef_ps(_mm512_set1_ps(1), _mm512_sub_ps(old, softmax.top[c]));
@@ -432,11 +383,11 @@ class Block {
   int32_t *low_, *high_;  // … and the first and last position it sees, from the block's first one on
 };
 
-}  // namespace
-
-void attend_by_amx(const tp_attention& a, const QueryBlock& block, const uint16_t* q, const uint16_t* keys,
-                   const uint16_t* values, uint16_t* out) {
-  Block(a, block, q, keys, values).run(out);
+template <class U>
+void attend_by_tiles(const tp_attention& a, const QueryBlock& block, const uint16_t* q, const uint16_t* keys,
+                     const uint16_t* values, uint16_t* out) {
+  Block<U>(a, block, q, keys, values).run(out);
 }
 
+}  // namespace
 }  // namespace tp
