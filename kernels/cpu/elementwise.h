@@ -140,6 +140,24 @@ inline float sum_of(const Lanes& v) {
   return (sum[0] + sum[2]) + (sum[1] + sum[3]);
 }
 
+// out[r] = the sum of v[r]'s lanes.
+template <int R>
+void store_sums(const Lanes (&v)[R], float* out) {
+  for (int r = 0; r < R; r++) out[r] = sum_of(v[r]);
+}
+
+#ifdef __AVX512F__
+// Four at once: a third of the instructions.
+template <>
+inline void store_sums<4>(const Lanes (&v)[4], float* out) {
+  const __m512 a = _mm512_add_ps(_mm512_unpacklo_ps(v[0], v[1]), _mm512_unpackhi_ps(v[0], v[1]));
+  const __m512 b = _mm512_add_ps(_mm512_unpacklo_ps(v[2], v[3]), _mm512_unpackhi_ps(v[2], v[3]));
+  const __m512 even = _mm512_shuffle_ps(a, b, 0x44), odd = _mm512_shuffle_ps(a, b, 0xee), sum = _mm512_add_ps(even, odd);
+  const __m256 half = _mm256_add_ps(_mm512_castps512_ps256(sum), _mm512_extractf32x8_ps(sum, 1));
+  _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1)));
+}
+#endif
+
 // scores[j][i … i + R − 1] = those rows · q[j] of Q queries that lie `apart`; rows and q have `width` values.
 template <int Q, int R>
 void scores_of_rows(const float* q, int64_t apart, int64_t width, const float* rows, int64_t i, float* scores) {
@@ -152,9 +170,7 @@ void scores_of_rows(const float* q, int64_t apart, int64_t width, const float* r
       for (int r = 0; r < R; r++) sums[j][r] += row[r] * query;
     }
   }
-  for (int j = 0; j < Q; j++) {
-    for (int r = 0; r < R; r++) scores[j * ATTEND + i + r] = sum_of(sums[j][r]);
-  }
+  for (int j = 0; j < Q; j++) store_sums(sums[j], scores + j * ATTEND + i);
 }
 
 template <int Q>
@@ -213,9 +229,10 @@ inline void weigh(float* scores, int64_t n, float* result, int64_t width) {
   for (int64_t i = 0; i < n; i++) most = scores[i] > most ? scores[i] : most;
   const float factor = exponential(Lanes{} + (result[0] - most))[0];
   each(scores, scores, n, [&](Lanes score, Lanes) { return exponential(score - most); });
+  Lanes sum{};
+  for (int64_t i = 0; i < n; i += REGISTER) sum += i + REGISTER <= n ? lanes(scores + i) : lanes(scores + i, n - i);
   result[0] = most;
-  result[1] *= factor;
-  for (int64_t i = 0; i < n; i++) result[1] += scores[i];
+  result[1] = result[1] * factor + sum_of(sum);
   if (factor != 1.0f) {
     for (int64_t d = 0; d < width; d++) result[2 + d] *= factor;
   }
@@ -238,14 +255,14 @@ inline const void* behind(const Rows& rows) {
 }
 
 void attend_positions(const float* q, int64_t queries, int64_t width, Rows keys, const void* values,
-                      int64_t value_width, float* results) {
+                      int64_t value_width, const void* next, float* results) {
   alignas(64) float rows[ATTEND * ATTEND_WIDTH], scores[ATTEND_QUERIES * ATTEND];
   const int64_t result = value_width + 2;
   const bool same = values == keys.data;
-  plain_rows(keys, width, same ? behind(keys) : values, rows);  // blocks mostly follow each other
+  plain_rows(keys, width, same ? next : values, rows);
   all_scores(q, width, queries, width, rows, keys.n, scores);
   for (int64_t j = 0; j < queries; j++) weigh(scores + j * ATTEND, keys.n, results + j * result, value_width);
-  if (!same) plain_rows({values, keys.stride, keys.dtype, keys.n}, value_width, behind(keys), rows);
+  if (!same) plain_rows({values, keys.stride, keys.dtype, keys.n}, value_width, next, rows);
   add_all_rows(scores, queries, value_width, rows, same ? width : value_width, keys.n, results + 2, result);
 }
 
