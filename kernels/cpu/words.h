@@ -77,6 +77,16 @@ struct PlainWords : Words<Bf16, 1> {
   static __m512 add(__m512 sum, const Elements& e, const X* x, int) { return dot(sum, e, x); }
 };
 
+// 32 columns of x as bfloat16; bits of float32 that it has not are added to `lost`.
+inline __m512i load_exact(const void* x, int32_t from, int64_t start, int64_t k, __m512i& lost) {
+  if (from == TP_BFLOAT16) return load_words(static_cast<const uint16_t*>(x), start, k);
+  const __m512i low = _mm512_castps_si512(load_floats(x, from, start, k));
+  const __m512i high = _mm512_castps_si512(load_floats(x, from, start + 16, k));
+  lost = _mm512_or_si512(lost, _mm512_or_si512(low, high));
+  const __m256i words = _mm512_cvtepi32_epi16(_mm512_srli_epi32(low, 16));
+  return _mm512_inserti64x4(_mm512_castsi256_si512(words), _mm512_cvtepi32_epi16(_mm512_srli_epi32(high, 16)), 1);
+}
+
 template <class Call>
 auto with_words(const tp_weight& w, Call&& call) {
   switch (w.format) {
@@ -87,39 +97,55 @@ auto with_words(const tp_weight& w, Call&& call) {
   }
 }
 
-// A packed vector: whether it is bfloat16, and its words or what packs other vectors.
-struct alignas(64) WordsOrFloats {
+// A packed vector: whether it is bfloat16, its words if so, and if it came in float32 what packs such vectors.
+struct alignas(64) WordsAndFloats {
   bool words;
 
-  void* behind() { return this + 1; }
-  const void* behind() const { return this + 1; }
+  uint16_t* first() { return reinterpret_cast<uint16_t*>(this + 1); }
+  const uint16_t* first() const { return reinterpret_cast<const uint16_t*>(this + 1); }
 };
 
-int64_t packed_words_bytes(const tp_weight& w) { return int64_t{sizeof(WordsOrFloats)} + packed_bytes(w); }
+int64_t word_bytes(const tp_weight& w) {
+  return with_words(w, [&](auto f) { return groups<decltype(f)>(w) * decltype(f)::group * int64_t{sizeof(uint16_t)}; });
+}
 
-void pack_as_words(const tp_weight& w, const void* x, int32_t from, void* out) {
-  WordsOrFloats* packed = static_cast<WordsOrFloats*>(out);
-  packed->words = from == TP_BFLOAT16;
-  if (!packed->words) return pack(w, x, from, packed->behind());
-  with_words(w, [&](auto f) {
+int64_t packed_words_bytes(const tp_weight& w) { return int64_t{sizeof(WordsAndFloats)} + word_bytes(w) + packed_bytes(w); }
+
+// False if a value is not bfloat16 in fact.
+bool put_words(const tp_weight& w, const void* x, int32_t from, uint16_t* out) {
+  return with_words(w, [&](auto f) {
     using F = decltype(f);
     constexpr int V = F::group / 32;
-    __m512i* to = static_cast<__m512i*>(packed->behind());
-    for (int64_t start = 0; start < w.k; start += F::group, to += V) {
+    __m512i lost = _mm512_setzero_si512();
+    for (int64_t start = 0; start < w.k; start += F::group, out += F::group) {
       __m512i plain[V], words[V];
-      for (int v = 0; v < V; v++) plain[v] = load_words(static_cast<const uint16_t*>(x), start + 32 * v, w.k);
+      for (int v = 0; v < V; v++) plain[v] = load_exact(x, from, start + 32 * v, w.k, lost);
       permute(plain, ORDER<F>.column, words);
-      for (int v = 0; v < V; v++) _mm512_store_si512(to + v, words[v]);
+      for (int v = 0; v < V; v++) _mm512_store_si512(out + 32 * v, words[v]);
     }
+    return !_mm512_test_epi32_mask(lost, _mm512_set1_epi32(0xffff));
   });
+}
+
+void pack_as_words(const tp_weight& w, const void* x, int32_t from, void* out) {
+  WordsAndFloats* packed = static_cast<WordsAndFloats*>(out);
+  packed->words = put_words(w, x, from, packed->first());
+  if (from != TP_BFLOAT16) pack(w, x, from, packed->first() + word_bytes(w) / 2);
 }
 
 void dots_by_words(const Matrix& w, int64_t first, int64_t last, const void* const* xs, int vectors, float* out,
                    int64_t stride) {
-  const void* behind[MAX_BATCH];
-  for (int v = 0; v < vectors; v++) behind[v] = static_cast<const WordsOrFloats*>(xs[v])->behind();
-  if (!static_cast<const WordsOrFloats*>(*xs)->words) return dots_of_any(w, first, last, behind, vectors, out, stride);
-  with_words(*w.w, [&](auto f) { dots_of<decltype(f)>(w, first, last, behind, vectors, out, stride); });
+  const int64_t size = word_bytes(*w.w);
+  const void *words[MAX_BATCH], *floats[MAX_BATCH];
+  bool all = true;
+  for (int v = 0; v < vectors; v++) {
+    const WordsAndFloats* x = static_cast<const WordsAndFloats*>(xs[v]);
+    words[v] = x->first();
+    floats[v] = x->first() + size / 2;
+    all &= x->words;
+  }
+  if (!all) return dots_of_any(w, first, last, floats, vectors, out, stride);
+  with_words(*w.w, [&](auto f) { dots_of<decltype(f)>(w, first, last, words, vectors, out, stride); });
 }
 
 }  // namespace
