@@ -24,9 +24,12 @@ namespace {
 #ifdef __x86_64__
 struct Cpu {
   bool avx2 = false, avx512 = false, avx512_bf16 = false, amx = false;
+  bool amd = false;
 
   Cpu() {
     unsigned a, b, c, d, b7, c7, d7, a71;
+    if (!__get_cpuid(0, &a, &b, &c, &d)) return;
+    amd = b == signature_AMD_ebx;
     if (!__get_cpuid(1, &a, &b, &c, &d) || !(c & bit_OSXSAVE)) return;
     const bool fma = c & bit_FMA && c & bit_F16C;
     const uint64_t saved = xgetbv();
@@ -63,8 +66,10 @@ struct Available {
 #ifdef __x86_64__
     const Cpu cpu;
     if (cpu.amx) add(amx_isa);
-    if (cpu.avx512_bf16) add(avx512_bf16_isa);
+    // Products of pairs take two cycles of Intel's cores, and two of float32 one.
+    if (cpu.avx512_bf16 && cpu.amd) add(avx512_bf16_isa);
     if (cpu.avx512) add(avx512_isa);
+    if (cpu.avx512_bf16 && !cpu.amd) add(avx512_bf16_isa);
     if (cpu.avx2) add(avx2_isa);
 #elif defined(__aarch64__)
     add(neon_isa);
