@@ -75,11 +75,10 @@ class Attention {
     std::fill(results, results + a_.heads * result_, 0.0f);
     for (int64_t head = 0; head < a_.heads; head++) results[head * result_] = -std::numeric_limits<float>::infinity();
     const int64_t values = a_.heads * a_.width;
-    float* scaled = static_cast<float*>(scratch(SLOT_PLAIN, values * sizeof(float)));
-    isa().load(at(q_, a_.dtype, item.token * values), a_.dtype, scaled, values);
-    for (int64_t i = 0; i < values; i++) scaled[i] *= a_.scale;
-    if (item.picks) picked(item, begin, end, scaled, results);
-    else stored(item, begin, end, scaled, results);
+    float* q = static_cast<float*>(scratch(SLOT_PLAIN, values * sizeof(float)));
+    isa().load(at(q_, a_.dtype, item.token * values), a_.dtype, q, values);
+    if (item.picks) picked(item, begin, end, q, results);
+    else stored(item, begin, end, q, results);
   }
 
   // A few positions for all heads, as they lie in memory. data(pool, head) is the first row of a head of keys.
@@ -91,7 +90,7 @@ class Attention {
       const Rows keys{data(keys_, from), apart, a_.cached, count};
       // Blocks mostly follow each other.
       const void* next = from < last ? data(keys_, from + 1) : at(data(keys_, 0), a_.cached, count * apart);
-      isa().attend.positions(q + head * a_.width, n, a_.width, keys, data(values_, from), a_.value_width, next,
+      isa().attend.positions(q + head * a_.width, n, a_.width, a_.scale, keys, data(values_, from), a_.value_width, next,
                              results + head * result_);
     }
   }

@@ -223,14 +223,19 @@ void add_all_rows(const float* scores, int64_t queries, int64_t width, const flo
   for (; j < queries; j++) add_rows<1>(scores + j * ATTEND, width, rows, row, n, results + j * apart, apart);
 }
 
-// Logits become weights relative to the largest so far, and the result so far is brought to the same.
-inline void weigh(float* scores, int64_t n, float* result, int64_t width) {
-  float most = result[0];
-  for (int64_t i = 0; i < n; i++) most = scores[i] > most ? scores[i] : most;
+// Products times scale become weights relative to the largest so far, and the result so far is brought to the same.
+inline void weigh(float* scores, int64_t n, float scale, float* result, int64_t width) {
+  each(scores, scores, n, [&](Lanes score, Lanes) { return score * scale; });
+  const int64_t whole = n / REGISTER * REGISTER;
+  Lanes largest = Lanes{} + result[0], sum{};
+  for (int64_t i = 0; i < whole; i += REGISTER) largest = lanes(scores + i) > largest ? lanes(scores + i) : largest;
+  float most = largest[0];
+  for (int i = 1; i < REGISTER; i++) most = largest[i] > most ? largest[i] : most;
+  for (int64_t i = whole; i < n; i++) most = scores[i] > most ? scores[i] : most;
   const float factor = exponential(Lanes{} + (result[0] - most))[0];
   each(scores, scores, n, [&](Lanes score, Lanes) { return exponential(score - most); });
-  Lanes sum{};
-  for (int64_t i = 0; i < n; i += REGISTER) sum += i + REGISTER <= n ? lanes(scores + i) : lanes(scores + i, n - i);
+  for (int64_t i = 0; i < whole; i += REGISTER) sum += lanes(scores + i);
+  if (whole < n) sum += lanes(scores + whole, n - whole);
   result[0] = most;
   result[1] = result[1] * factor + sum_of(sum);
   if (factor != 1.0f) {
@@ -254,16 +259,19 @@ inline const void* behind(const Rows& rows) {
   return static_cast<const char*>(rows.data) + rows.n * bytes_apart(rows);
 }
 
-void attend_positions(const float* q, int64_t queries, int64_t width, Rows keys, const void* values,
+void weigh_all(float* scores, int64_t n, float scale, int64_t queries, float* results, int64_t width) {
+  for (int64_t j = 0; j < queries; j++) weigh(scores + j * ATTEND, n, scale, results + j * (width + 2), width);
+}
+
+void attend_positions(const float* q, int64_t queries, int64_t width, float scale, Rows keys, const void* values,
                       int64_t value_width, const void* next, float* results) {
   alignas(64) float rows[ATTEND * ATTEND_WIDTH], scores[ATTEND_QUERIES * ATTEND];
-  const int64_t result = value_width + 2;
   const bool same = values == keys.data;
   plain_rows(keys, width, same ? next : values, rows);
   all_scores(q, width, queries, width, rows, keys.n, scores);
-  for (int64_t j = 0; j < queries; j++) weigh(scores + j * ATTEND, keys.n, results + j * result, value_width);
+  weigh_all(scores, keys.n, scale, queries, results, value_width);
   if (!same) plain_rows({values, keys.stride, keys.dtype, keys.n}, value_width, next, rows);
-  add_all_rows(scores, queries, value_width, rows, same ? width : value_width, keys.n, results + 2, result);
+  add_all_rows(scores, queries, value_width, rows, same ? width : value_width, keys.n, results + 2, value_width + 2);
 }
 
 void row_products(Rows rows, int64_t width, const float* x, int64_t apart, int64_t vectors, float* out) {

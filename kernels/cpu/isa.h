@@ -98,10 +98,11 @@ struct Rows {
 // Work on rows of up to ATTEND_WIDTH values, a multiple of 16, with up to ATTEND_QUERIES vectors.
 struct Attend {
   // Adds positions of one head of keys and values to what `queries` of `width` values have so far: results
-  // [queries, 2 + value_width] are the largest logit, the sum of weights, and the weighted values. `values` may be the
-  // keys: then they are the first value_width of these. `next` are rows that are read after them, as many.
-  void (*positions)(const float* q, int64_t queries, int64_t width, Rows keys, const void* values, int64_t value_width,
-                    const void* next, float* results);
+  // [queries, 2 + value_width] are the largest logit, the sum of weights, and the weighted values. Logits are products
+  // times scale. `values` may be the keys: then they are the first value_width of these. `next` are rows that are read
+  // after them, as many.
+  void (*positions)(const float* q, int64_t queries, int64_t width, float scale, Rows keys, const void* values,
+                    int64_t value_width, const void* next, float* results);
 
   // out[v · ATTEND + i] = rows[i] · x[v], and totals[v] += Σ_i factors[v · ATTEND + i] · rows[i]; vectors x and totals
   // lie `apart`.
