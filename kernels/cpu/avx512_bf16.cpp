@@ -21,7 +21,7 @@ class Sums {
 
   // Adds products of a step's rows [ROWS][32 columns] and vectors [16 pairs of columns][vectors][2].
   __attribute__((always_inline)) void add(const uint16_t* rows, const uint16_t* const (&x)[BLOCKS], int64_t last) {
-#pragma GCC unroll 16
+#pragma GCC unroll 4
     for (int pair = 0; pair < STEP / 2; pair++) {
       __m512bh vectors[BLOCKS];
 #pragma GCC unroll 3
@@ -62,9 +62,8 @@ struct Avx512Bf16 {
     explicit Configured(int64_t) {}
   };
 
-  // By itself, for where it is inlined the compiler runs out of registers for addresses.
   template <int LINES, int BLOCKS>
-  [[gnu::noinline]] static void multiply(const Chunk<BLOCKS>& c) {
+  static void multiply(const Chunk<BLOCKS>& c) {
     constexpr int ROWS = BLOCKS == 1 ? 16 : 8;
     for (int64_t row = 0; row < BAND; row += ROWS) {
       float* to = c.sums + row / TILE_ROWS * ASIDE<BLOCKS> * 256 + row % TILE_ROWS * 16;
