@@ -1,6 +1,6 @@
 // Formats by AVX-512 with VBMI. A group is 64 bytes, whose elements are looked up in tables; products and sums are
-// float32. vdpbf16ps would take two cycles where two fused multiply-adds of the same products take one, see
-// bench/NOTES.md.
+// float32: vdpbf16ps takes two cycles on Intel's cores, where two fused multiply-adds of the same products take one. See
+// words.h for others.
 #pragma once
 #include <immintrin.h>
 
