@@ -232,6 +232,8 @@ inline void weigh(float* scores, int64_t n, float scale, float* result, int64_t 
   float most = largest[0];
   for (int i = 1; i < REGISTER; i++) most = largest[i] > most ? largest[i] : most;
   for (int64_t i = whole; i < n; i++) most = scores[i] > most ? scores[i] : most;
+  // Nothing but −∞ so far, which an overflow gives, weighs nothing.
+  if (most == -__builtin_inff()) return each(scores, scores, n, [](Lanes, Lanes) { return Lanes{}; });
   const float factor = exponential(Lanes{} + (result[0] - most))[0];
   each(scores, scores, n, [&](Lanes score, Lanes) { return exponential(score - most); });
   for (int64_t i = 0; i < whole; i += REGISTER) sum += lanes(scores + i);

@@ -60,6 +60,17 @@ def test_few_tokens(name, dtype, instruction_set, threads, torch_is_not_asked):
     assert case.error(got.flip(1)) > case.limit()
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_logits_that_overflow_weigh_nothing(dtype, instruction_set, threads, torch_is_not_asked):
+    """Below all numbers, those of the first 48 positions: as if they had not been there."""
+    case = Case([99], [1], heads=2, kv_heads=1, block=16).build(dtype)
+    case.q[:] = case.q.abs() + 1
+    case.keys[case.layout.tables[0][:3]] = -1e38
+    got = get_ops("cpu").attention(case.q, case.keys, case.values, case.layout)
+    seen = get_ops("cpu").attention(case.q, case.keys, case.values, case.layout, 100 - 48)
+    assert not seen.isnan().any() and torch.allclose(got.float(), seen.float(), rtol=2**-7, atol=1e-6)
+
+
 def test_many_tokens_are_a_product_of_matrices(torch_is_not_asked):
     case = Case([3], [9]).build(torch.float32)
     with pytest.raises(AssertionError, match="torch was asked"):
