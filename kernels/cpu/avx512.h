@@ -77,8 +77,7 @@ struct WordTable {
 
 };
 
-// Words whose bytes are in two tables. In the order that interleaving within 128-bit lanes leaves: codes 16 · l + i in
-// words[0] and 16 · l + 8 + i in words[1], i < 8. The bits of `sign` are changed.
+// Words whose bytes are in two tables, in the order that looked_up() says. The bits of `sign` are changed.
 inline void look_up(const __m512i (&high)[2], const __m512i (&low)[2], __m512i codes, __m512i sign, __m512i (&words)[2]) {
   const __m512i highs = _mm512_xor_si512(sign, _mm512_permutex2var_epi8(high[0], codes, high[1]));
   const __m512i lows = _mm512_permutex2var_epi8(low[0], codes, low[1]);
@@ -242,7 +241,10 @@ struct Digits : Nibbles<TABLE, SPAN> {
   }
 };
 
-// Interleaving bytes within 128-bit lanes leaves columns 16 · l + i in vector 0 and 16 · l + 8 + i in vector 1, i < 8.
+// The code that a word of look_up() belongs to: interleaving within 128-bit lanes leaves codes 16 · l + i in vector 0 and
+// 16 · l + 8 + i in vector 1, i < 8.
+constexpr int looked_up(int word) { return word % 32 / 8 * 16 + word / 32 * 8 + word % 8; }
+
 template <int SPAN>
 struct Fp8 : Group<2> {
   using Item = float;
@@ -263,10 +265,7 @@ struct Fp8 : Group<2> {
     return _mm512_permutexvar_ps(_mm512_set_epi32(1, 1, 1, 1, 1, 1, 1, 1, 0, 0, 0, 0, 0, 0, 0, 0), two);
   }
 
-  static constexpr int column(int i) {
-    const int w = word(i);
-    return w % 32 / 8 * 16 + w / 32 * 8 + w % 8;
-  }
+  static constexpr int column(int i) { return looked_up(word(i)); }
 };
 
 struct Bf16 : Group<1> {

@@ -1,5 +1,6 @@
 // Tiles by AVX-512's products of pairs of bfloat16: a pair of a row's columns is brought to all lanes, which are vectors.
 #include "tiles.h"
+#include "word_attention.h"
 #include "words.h"
 
 namespace tp {
@@ -9,7 +10,7 @@ namespace {
 template <int ROWS, int BLOCKS>
 class Sums {
  public:
-  explicit Sums(bool fresh, const float* from, int64_t apart, int64_t aside) {
+  Sums(bool fresh, const float* from, int64_t apart, int64_t aside) {
 #pragma GCC unroll 16
     for (int r = 0; r < ROWS; r++) {
 #pragma GCC unroll 3

@@ -10,6 +10,13 @@ constexpr int TILE = TILE_ROWS * STEP;        // its items
 constexpr int64_t BAND = 2 * TILE_ROWS;       // rows worked on at a time
 constexpr int64_t LINE = 64;                  // bytes that memory gives at once, as many as a group has of a row
 
+// 32 values of x from column `start` on as bfloat16, float32 rounded to it; zeros behind its end.
+inline __m512i load_rounded(const void* x, int32_t dtype, int64_t start, int64_t k) {
+  if (dtype == TP_BFLOAT16) return load_words(static_cast<const uint16_t*>(x), start, k);
+  const __m512 low = load_floats(x, dtype, start, k), high = load_floats(x, dtype, start + 16, k);
+  return reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(high, low));
+}
+
 // How formats get their scales onto their elements: T::Item and T::read are of a row of scales (false if one is NaN that
 // T::decode would not make NaN of), T::decode makes words of raw bytes, and T::column(word) says which column of a group
 // a word belongs to.
@@ -41,7 +48,7 @@ struct Looked : Fp8<64> {
     __m512i high[2], low[2];
   };
 
-  static constexpr int column(int i) { return i % 32 / 8 * 16 + i / 32 * 8 + i % 8; }
+  static constexpr int column(int i) { return looked_up(i); }
 
   static bool read(const Matrix& w, int64_t grid_row, Item* out) {
     const int64_t n = groups<F>(*w.w);

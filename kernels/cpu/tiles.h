@@ -283,13 +283,6 @@ int64_t vector_bytes(const tp_weight& w) {
   return with_tile_format(w, [&](auto t) { return groups<typename decltype(t)::F>(w) * decltype(t)::F::group * int64_t{2}; });
 }
 
-// 32 values of x from column `start` on as bfloat16, float32 rounded to it; zeros behind its end.
-__m512i load_rounded(const void* x, int32_t dtype, int64_t start, int64_t k) {
-  if (dtype == TP_BFLOAT16) return load_words(static_cast<const uint16_t*>(x), start, k);
-  const __m512 low = load_floats(x, dtype, start, k), high = load_floats(x, dtype, start + 16, k);
-  return reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(high, low));
-}
-
 // Pairs of columns of all vectors side by side: out[pair][vector][2].
 void pack_tiles(const tp_weight& w, const void* const* xs, int count, int32_t from, void* out) {
   with_tile_format(w, [&](auto t) {

@@ -74,8 +74,9 @@ struct Matrix {
 
   // A row of scales is so short that the processor does not foresee the next one.
   [[gnu::always_inline]] void fetch_scales(int64_t grid_row) const {
+    if (!has_scales_by_row()) return;
     const int64_t size = w->grid_columns * scale_bytes(w->scale_type);
-    for (int64_t i = 0; has_scales_by_row() && i < size; i += 64) __builtin_prefetch(scale + grid_row * size + i);
+    for (int64_t i = 0; i < size; i += 64) __builtin_prefetch(scale + grid_row * size + i);
   }
 
   // Inlined, as is go_to: the linker keeps one copy of a function, see isa.h.

@@ -10,18 +10,18 @@ inline __m512 add_pairs(__m512 sum, __m512i words, const uint16_t* x) {
   return _mm512_dpbf16_ps(sum, reinterpret_cast<__m512bh>(words), reinterpret_cast<__m512bh>(_mm512_loadu_si512(x)));
 }
 
-// A group whose words are decoded to V vectors, in FORMAT's order of scales.
-template <class FORMAT, int V>
+// What groups share. They have the order of scales that FORMAT has for float32.
+template <class FORMAT>
 struct Words : FORMAT {
   using X = uint16_t;
   static constexpr int sums = 16, shared = 2;
   struct Elements {
-    __m512i words[V];
+    __m512i words[FORMAT::vectors];
   };
 
   static __m512 dot(__m512 sum, const Elements& e, const X* x) {
 #pragma GCC unroll 4
-    for (int v = 0; v < V; v++) sum = add_pairs(sum, e.words[v], x + 32 * v);
+    for (int v = 0; v < FORMAT::vectors; v++) sum = add_pairs(sum, e.words[v], x + 32 * v);
     return sum;
   }
 
@@ -42,10 +42,14 @@ constexpr const uint16_t* WORDS<E2m1Table> = E2M1_WORDS;
 template <>
 constexpr const uint16_t* WORDS<Int4Table> = INT4_WORDS;
 
+// The format that a format for float32 vectors is for bfloat16 ones.
+template <class FORMAT>
+struct InWords;
+
 // Lane i of a sum has columns 8 · i … 8 · i + 7, as in float32.
 template <class TABLE, int SPAN>
-struct NibbleWords : Words<Nibbles<TABLE, SPAN>, 4>, FourCodes {
-  using typename Words<Nibbles<TABLE, SPAN>, 4>::Elements;
+struct InWords<Nibbles<TABLE, SPAN>> : Words<Nibbles<TABLE, SPAN>>, FourCodes {
+  using typename Words<Nibbles<TABLE, SPAN>>::Elements;
   using FourCodes::column;
   using FourCodes::load;
   using FourCodes::load_part;
@@ -60,9 +64,9 @@ struct NibbleWords : Words<Nibbles<TABLE, SPAN>, 4>, FourCodes {
 };
 
 template <int SPAN>
-struct Fp8Words : Words<Fp8<SPAN>, 2> {
-  using typename Words<Fp8<SPAN>, 2>::Elements;
-  static constexpr int column(int i) { return i % 32 / 8 * 16 + i / 32 * 8 + i % 8; }
+struct InWords<Fp8<SPAN>> : Words<Fp8<SPAN>> {
+  using typename Words<Fp8<SPAN>>::Elements;
+  static constexpr int column(int i) { return looked_up(i); }
 
   static Elements decode(__m512i raw) {
     Elements e;
@@ -71,31 +75,27 @@ struct Fp8Words : Words<Fp8<SPAN>, 2> {
   }
 };
 
-struct PlainWords : Words<Bf16, 1> {
+template <>
+struct InWords<Bf16> : Words<Bf16> {
   static constexpr int column(int i) { return i; }
   static Elements decode(__m512i raw) { return {{raw}}; }
   static __m512 add(__m512 sum, const Elements& e, const X* x, int) { return dot(sum, e, x); }
 };
 
-// 32 columns of x as bfloat16; bits of float32 that it has not are added to `lost`.
-inline __m512i load_exact(const void* x, int32_t from, int64_t start, int64_t k, __m512i& lost) {
-  if (from == TP_BFLOAT16) return load_words(static_cast<const uint16_t*>(x), start, k);
-  const __m512i low = _mm512_castps_si512(load_floats(x, from, start, k));
-  const __m512i high = _mm512_castps_si512(load_floats(x, from, start + 16, k));
-  lost = _mm512_or_si512(lost, _mm512_or_si512(low, high));
-  const __m256i words = _mm512_cvtepi32_epi16(_mm512_srli_epi32(low, 16));
-  return _mm512_inserti64x4(_mm512_castsi256_si512(words), _mm512_cvtepi32_epi16(_mm512_srli_epi32(high, 16)), 1);
-}
-
 template <class Call>
 auto with_words(const tp_weight& w, Call&& call) {
-  switch (w.format) {
-    case TP_E2M1: return w.block_columns == 16 ? call(NibbleWords<E2m1Table, 16>{}) : call(NibbleWords<E2m1Table, 32>{});
-    case TP_INT4: return call(NibbleWords<Int4Table, 32>{});
-    case TP_E4M3: return span_of(w, 64) == 64 ? call(Fp8Words<64>{}) : call(Fp8Words<32>{});
-    default: return call(PlainWords{});
-  }
+  return with_format(w, [&](auto f) { return call(InWords<decltype(f)>{}); });
 }
+
+// As load_rounded; bits that this would round off are added to `lost`.
+inline __m512i load_exact(const void* x, int32_t from, int64_t start, int64_t k, __m512i& lost) {
+  for (int64_t half = 0; from == TP_FLOAT && half < 32; half += 16) {
+    lost = _mm512_or_si512(lost, _mm512_castps_si512(load_floats(x, from, start + half, k)));
+  }
+  return load_rounded(x, from, start, k);
+}
+
+inline bool is_exact(__m512i lost) { return !_mm512_test_epi32_mask(lost, _mm512_set1_epi32(0xffff)); }
 
 // A packed vector: whether it is bfloat16, its words if so, and if it came in float32 what packs such vectors.
 struct alignas(64) WordsAndFloats {
@@ -115,7 +115,7 @@ int64_t packed_words_bytes(const tp_weight& w) { return int64_t{sizeof(WordsAndF
 bool put_words(const tp_weight& w, const void* x, int32_t from, uint16_t* out) {
   return with_words(w, [&](auto f) {
     using F = decltype(f);
-    constexpr int V = F::group / 32;
+    constexpr int V = F::vectors;
     __m512i lost = _mm512_setzero_si512();
     for (int64_t start = 0; start < w.k; start += F::group, out += F::group) {
       __m512i plain[V], words[V];
@@ -123,7 +123,7 @@ bool put_words(const tp_weight& w, const void* x, int32_t from, uint16_t* out) {
       permute(plain, ORDER<F>.column, words);
       for (int v = 0; v < V; v++) _mm512_store_si512(out + 32 * v, words[v]);
     }
-    return !_mm512_test_epi32_mask(lost, _mm512_set1_epi32(0xffff));
+    return is_exact(lost);
   });
 }
 
@@ -147,63 +147,6 @@ void dots_by_words(const Matrix& w, int64_t first, int64_t last, const void* con
   if (!all) return dots_of_any(w, first, last, floats, vectors, out, stride);
   with_words(*w.w, [&](auto f) { dots_of<decltype(f)>(w, first, last, words, vectors, out, stride); });
 }
-
-// out [queries, padded] = q [queries, width], with zeros behind. False if a value is not bfloat16 in fact.
-bool queries_to_words(const float* q, int64_t queries, int64_t width, int64_t padded, uint16_t* out) {
-  __m512i lost = _mm512_setzero_si512();
-  for (int64_t j = 0; j < queries; j++) {
-    for (int64_t d = 0; d < padded; d += 32) {
-      _mm512_storeu_si512(out + j * padded + d, load_exact(q + j * width, TP_FLOAT, d, width, lost));
-    }
-  }
-  return !_mm512_test_epi32_mask(lost, _mm512_set1_epi32(0xffff));
-}
-
-// scores[j · ATTEND + i] = keys[i] · q[j] of Q queries, while rows at `next` are fetched. Those behind the last key are
-// written, too, up to a multiple of four.
-template <int Q>
-void word_scores(const uint16_t* q, int64_t padded, int64_t width, const Rows& keys, const void* next, float* scores) {
-  const uint16_t* data = static_cast<const uint16_t*>(keys.data);
-  for (int64_t i = 0; i < keys.n; i += 4) {
-    const uint16_t* row[4];
-    for (int r = 0; r < 4; r++) {
-      const int64_t place = (i + r < keys.n ? i + r : keys.n - 1) * keys.stride;
-      row[r] = data + place;
-      for (int64_t d = 0; d < width; d += 32) __builtin_prefetch(static_cast<const uint16_t*>(next) + place + d);
-    }
-    Lanes sums[Q][4] = {};
-    for (int64_t d = 0; d < padded; d += 32) {
-      __m512i words[4];
-#pragma GCC unroll 4
-      for (int r = 0; r < 4; r++) words[r] = load_words(row[r], d, width);
-#pragma GCC unroll 4
-      for (int j = 0; j < Q; j++) {
-#pragma GCC unroll 4
-        for (int r = 0; r < 4; r++) sums[j][r] = add_pairs(sums[j][r], words[r], q + j * padded + d);
-      }
-    }
-    for (int j = 0; j < Q; j++) store_sums(sums[j], scores + j * ATTEND + i);
-  }
-}
-
-// As attend_positions, which it leaves to that where queries or keys are not bfloat16.
-void attend_words(const float* q, int64_t queries, int64_t width, float scale, Rows keys, const void* values,
-                  int64_t value_width, const void* next, float* results) {
-  alignas(64) uint16_t words[ATTEND_QUERIES * ATTEND_WIDTH];
-  const int64_t padded = ceil_div(width, 32) * 32;
-  if (keys.dtype != TP_BFLOAT16 || !queries_to_words(q, queries, width, padded, words)) {
-    return attend_positions(q, queries, width, scale, keys, values, value_width, next, results);
-  }
-  alignas(64) float rows[ATTEND * ATTEND_WIDTH], scores[ATTEND_QUERIES * ATTEND];
-  int64_t j = 0;
-  for (; j + 4 <= queries; j += 4) word_scores<4>(words + j * padded, padded, width, keys, values, scores + j * ATTEND);
-  for (; j < queries; j++) word_scores<1>(words + j * padded, padded, width, keys, values, scores + j * ATTEND);
-  weigh_all(scores, keys.n, scale, queries, results, value_width);
-  plain_rows({values, keys.stride, keys.dtype, keys.n}, value_width, next, rows);
-  add_all_rows(scores, queries, value_width, rows, value_width, keys.n, results + 2, value_width + 2);
-}
-
-constexpr Attend ATTEND_BY_WORDS = {attend_words, row_products, row_sums};
 
 }  // namespace
 }  // namespace tp
