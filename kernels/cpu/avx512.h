@@ -40,6 +40,7 @@ struct Group {
   }
 
   static float reduce(Sum sum) { return _mm512_reduce_add_ps(sum); }
+  static void reduce(Sum a, Sum b, Sum c, Sum d, float* out) { store_sums({a, b, c, d}, out); }
 
   // The column of value i where vectors of 32 bfloat16 were split into even and odd words.
   static constexpr int word(int i) { return i / 32 * 32 + i % 16 * 2 + i % 32 / 16; }
@@ -120,8 +121,7 @@ template <>
 inline void to_words<TP_SCALE_E8M0>(const uint8_t* scales, int64_t n, uint16_t* out) {
   for (int64_t i = 0; i < n; i += 32) {
     const __m256i codes = _mm256_maskz_loadu_epi8(static_cast<__mmask32>(first_bytes(n - i)), scales + i);
-    __m512i words = _mm512_slli_epi16(_mm512_cvtepu8_epi16(codes), 7);
-    words = _mm512_mask_mov_epi16(words, _mm256_testn_epi8_mask(codes, codes), _mm512_set1_epi16(0x0040));
+    __m512i words = _mm512_max_epu16(_mm512_slli_epi16(_mm512_cvtepu8_epi16(codes), 7), _mm512_set1_epi16(0x0040));
     words = _mm512_mask_mov_epi16(words, _mm256_cmpeq_epi8_mask(codes, _mm256_set1_epi8(-1)), _mm512_set1_epi16(0x7fc0));
     _mm512_storeu_si512(out + i, words);
   }

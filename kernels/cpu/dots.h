@@ -10,7 +10,7 @@
 //   F::decode             raw bytes -> elements without their scales
 //   F::scale              scales of a group -> what add() takes
 //   F::add                sum + (elements · x) × scale
-//   F::reduce             a sum's lanes -> float
+//   F::reduce             a sum's lanes -> float; also those of four at once, where four rows are worked on
 //   F::column             which column of a group the i-th item of a packed vector is
 #pragma once
 #include <utility>
@@ -79,8 +79,8 @@ struct Together<F, R, std::integer_sequence<int, V...>> {
     for (int i = 0; i < SHARED; i++) sum[r + i][VECTOR] = F::add(sum[r + i][VECTOR], elements[i], x, scale[i]);
   }
 
-  // Rows of `size` bytes; out[r][v] are the sums over all columns.
-  void multiply(int64_t size, const void* const* xs, float (&out)[R][count]) const {
+  // Rows of `size` bytes; out[v][r] are the sums over all columns.
+  void multiply(int64_t size, const void* const* xs, float (&out)[count][R]) const {
     const X* const x[count] = {static_cast<const X*>(xs[V])...};
     Sum sum[R][count] = {};
     // The last group is read as if it were cut short: nothing behind a row's end is touched by any format.
@@ -94,8 +94,11 @@ struct Together<F, R, std::integer_sequence<int, V...>> {
     const int64_t left = size - whole * F::bytes;
 #pragma GCC unroll 4
     for (int r = 0; r < R; r += SHARED) add(sum, x, whole, r, [left](const uint8_t* p) { return F::load_part(p, left); });
-#pragma GCC unroll 4
-    for (int r = 0; r < R; r++) ((out[r][V] = F::reduce(sum[r][V])), ...);
+    if constexpr (R == 4) {
+      (F::reduce(sum[0][V], sum[1][V], sum[2][V], sum[3][V], out[V]), ...);
+    } else {
+      for (int r = 0; r < R; r++) ((out[V][r] = F::reduce(sum[r][V])), ...);
+    }
   }
 };
 
@@ -103,10 +106,25 @@ struct Together<F, R, std::integer_sequence<int, V...>> {
 template <class F, int M>
 constexpr int ROWS = F::sums >= 4 * M ? 4 : F::sums >= 2 * M ? 2 : 1;
 
+inline void multiply_by_global(const Matrix& w, int64_t first, int64_t last, int vectors, float* out, int64_t stride) {
+  for (int64_t row = first; w.global && row < last;) {
+    const Matrix::Place place = w.place(row);
+    const int64_t end = place.end < last ? place.end : last;
+    for (int v = 0; v < vectors; v++) {
+      for (int64_t i = row; i < end; i++) out[v * stride + i - first] *= place.global;
+    }
+    row = end;
+  }
+}
+
 // Rows far apart are worked on together: memory gives several streams faster than one.
 template <class F, int M>
-void dots(const Matrix& w, int64_t first, int64_t last, const void* const* xs, float* out, int64_t stride) {
+void dots(const Matrix& matrix, int64_t first, int64_t last, const void* const* xs, float* out, int64_t stride) {
   constexpr int R = ROWS<F, M>;
+  // A copy that no store can change, as far as the compiler knows: what is the same for all rows is computed once.
+  const tp_weight weight = *matrix.w;
+  const Matrix w = matrix.as(weight);
+  const bool by_row = w.has_scales_by_row();
   const int64_t size = ceil_div(w.w->k * F::bytes, F::group), apart = ceil_div(last - first, R);
   int64_t scale_stride;
   typename F::Item* scales = scale_rows<F>(*w.w, R, scale_stride);
@@ -120,15 +138,20 @@ void dots(const Matrix& w, int64_t first, int64_t last, const void* const* xs, f
       if (row[r] >= last) row[r] = last - 1;  // once more
       rows.data[r] = w.data + row[r] * w.w->row_bytes;
       rows.scales[r] = scales + r * scale_stride;
-      if (w.go_to(row[r], place[r])) F::read(w, w.scale_row(place[r], row[r]), scales + r * scale_stride);
-      w.fetch_scales(w.scale_row(place[r], row[r]) + 1);
+      if (by_row) {
+        F::read(w, row[r], scales + r * scale_stride);
+        w.fetch_scales(row[r] + 1);
+      } else if (w.go_to(row[r], place[r])) {
+        F::read(w, place[r].grid_row, scales + r * scale_stride);
+      }
     }
-    float products[R][M];
+    float products[M][R];
     rows.multiply(size, xs, products);
-    for (int r = 0; r < R; r++) {
-      for (int v = 0; v < M; v++) out[v * stride + row[r] - first] = products[r][v] * place[r].global;
+    for (int v = 0; v < M; v++) {
+      for (int r = 0; r < R; r++) out[v * stride + row[r] - first] = products[v][r];
     }
   }
+  multiply_by_global(w, first, last, M, out, stride);
 }
 
 template <class F>

@@ -102,10 +102,14 @@ struct FourCodes {
   static constexpr int column(int i) { return 4 * (i % 32) + i / 32; }
 };
 
+// A table of 16 words for a look-up that takes five bits.
+inline __m512i twice(const uint16_t* table) {
+  return _mm512_broadcast_i64x4(_mm256_load_si256(reinterpret_cast<const __m256i*>(table)));
+}
+
 inline __m512i nibbles(FourCodes::Raw raw, const uint16_t* table, int j) {
-  const __m512i twice = _mm512_broadcast_i64x4(_mm256_load_si256(reinterpret_cast<const __m256i*>(table)));
   const __m512i words = j < 2 ? raw.low : raw.high;
-  return _mm512_permutexvar_epi16(j % 2 ? _mm512_mulhi_epu16(words, _mm512_set1_epi16(1 << 12)) : words, twice);
+  return _mm512_permutexvar_epi16(j % 2 ? _mm512_mulhi_epu16(words, _mm512_set1_epi16(1 << 12)) : words, twice(table));
 }
 
 // Word i of a vector has item i / PER; 16 bytes of items are read.

@@ -49,6 +49,13 @@ struct Matrix {
         scale(weight.scale + expert * weight.expert_scales * scale_bytes(weight.scale_type)),
         global(weight.global ? weight.global + expert * weight.segment_count : nullptr) {}
 
+  // The same of a copy of the weight.
+  Matrix as(const tp_weight& copy) const {
+    Matrix m = *this;
+    m.w = &copy;
+    return m;
+  }
+
   const uint8_t* row(int64_t row) const { return data + row * w->row_bytes; }
 
   static int64_t scale_bytes(int32_t type) { return type == TP_SCALE_F32 ? 4 : type == TP_SCALE_BF16 ? 2 : type ? 1 : 0; }
