@@ -30,7 +30,7 @@ BACKENDS = {
 }
 """Name -> module, imported when chosen."""
 
-FUSED = ("linears", "add_norm", "attend", "attend_latents", "dense", "routed", "layers")
+FUSED = ("linears", "add_norm", "attend", "attend_latents", "dense", "routed", "layers", "logits")
 """Several operations in one call, which a backend need not have."""
 
 ACTS = {"fp8": "fp8", "mxfp8": "mxfp4", "nvfp4": "nvfp4"}
@@ -516,6 +516,17 @@ class Ops:
         _check(fits, "layers", x, layout.slots, *angles)
         fused = self._fused["layers"]
         return fused(x, placed, rotations, layout) if fused and x.numel() else None
+
+    def logits(self, x: Tensor, added: Tensor | None, norm: Tensor, eps: float, head: Weight) -> Tensor:
+        """head [V, H] · rms_norm(x [R, H] + added, which may be None) -> float32 [R, V].
+
+        In float32: among logits rounded to bfloat16 the largest is often shared, and the choice then arbitrary.
+        """
+        fits = head.shape[1:] == norm.shape == x.shape[1:] and (added is None or added.shape == x.shape)
+        _check(fits, "logits", x, added, norm, head)
+        fused = self._fused["logits"]
+        done = fused(x, added, norm, eps, head) if fused and x.numel() else None
+        return self.linear(self.add_norm(x, added, norm, eps)[1].float(), head) if done is None else done
 
 
 def _check(fits: bool, op: str, *arguments: Weight | None) -> None:

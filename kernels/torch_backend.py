@@ -103,7 +103,7 @@ def rotation(positions: Tensor, rope: Rope, layout: Layout | None) -> tuple[Tens
         frequencies = _dynamic_frequencies(positions, rope, layout)
     else:
         frequencies = _frequencies_on(rope, positions.device)[None]
-    angles = positions.float()[:, None] * frequencies
+    angles = positions[:, None] * frequencies
     cosines, sines = angles.cos(), angles.sin()
     if not isinstance(rope.scaling, Yarn):
         return cosines, sines

@@ -77,9 +77,9 @@ class Decoder:
         Returns float32 logits [R, vocab] of batch.rows; with `hidden`, a pair of these and the states [T, H] after the
         last norm, of every token. Token ids must be in 0 … vocab − 1.
         """
-        x = self._hidden(batch.tokens, batch.positions, cache.layout(batch), cache)
-        logits = self._logits(x[batch.rows])
-        return (logits, x) if hidden else logits
+        x, added = self._hidden(batch.tokens, batch.positions, cache.layout(batch), cache)
+        logits = self._logits(x[batch.rows], None if added is None else added[batch.rows])
+        return (logits, self._ops.add_norm(x, added, self._norm, self.spec.norm_eps)[1]) if hidden else logits
 
     @torch.no_grad()
     def step(self, tokens: Tensor, positions: Tensor, layout: Layout, cache: PagedCache) -> Tensor:
@@ -87,20 +87,22 @@ class Decoder:
 
         tokens, positions: int64 [T], as of Batch.
         """
-        return self._logits(self._hidden(tokens, positions, layout, cache))
+        return self._logits(*self._hidden(tokens, positions, layout, cache))
 
-    def _hidden(self, tokens: Tensor, positions: Tensor, layout: Layout, cache: PagedCache) -> Tensor:
-        """[T, H], after the last norm."""
+    def _hidden(
+        self, tokens: Tensor, positions: Tensor, layout: Layout, cache: PagedCache
+    ) -> tuple[Tensor, Tensor | None]:
+        """What the last norm takes the sum of, both [T, H]; the second may be left out."""
         rotations = Shared(positions, layout, self._ops)
         x = _scaled(self._ops.embedding(tokens, self._embedding, self.dtype), self.spec.embedding_scale)
         added = None
         for run in self._runs:
             x, added = run(x, added, cache, layout, rotations)
-        return self._ops.add_norm(x, added, self._norm, self.spec.norm_eps)[1]
+        return x, added
 
-    def _logits(self, x: Tensor) -> Tensor:
-        # In float32: among logits rounded to bfloat16 the largest is often shared, and the choice then arbitrary.
-        return _scaled(self._ops.linear(x.float(), self._head), self.spec.logit_scale)
+    def _logits(self, x: Tensor, added: Tensor | None) -> Tensor:
+        logits = self._ops.logits(x, added, self._norm, self.spec.norm_eps, self._head)
+        return _scaled(logits, self.spec.logit_scale)
 
 
 class _Run:

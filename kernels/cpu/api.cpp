@@ -112,7 +112,7 @@ using namespace tp;
 
 extern "C" {
 
-int32_t tp_interface() { return 8; }
+int32_t tp_interface() { return 9; }
 
 int32_t tp_select(const char* name) {
   const Available& all = available();
@@ -227,6 +227,14 @@ int32_t tp_layers(int64_t n, const tp_placed_layer* layers, const tp_rotation* r
     for (int64_t i = 0; i < n; i++) {
       if (!layer(layers[i], {*layout, tokens, slots, rotations}, x)) return TP_NO_SUCH_EXPERT;
     }
+    return TP_OK;
+  });
+}
+
+int32_t tp_logits(const tp_weight* head, const void* x, int64_t tokens, int32_t dtype, const void* norm,
+                  int32_t norm_dtype, float eps, float* out) {
+  return guarded([&] {
+    logits(*head, x, tokens, dtype, {norm, norm_dtype}, eps, out);
     return TP_OK;
   });
 }

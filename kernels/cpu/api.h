@@ -62,6 +62,10 @@ int32_t tp_routed(const tp_experts* experts, const void* x, int64_t tokens, int3
 int32_t tp_layers(int64_t n, const tp_placed_layer* layers, const tp_rotation* rotations, const tp_layout* layout,
                   void* x, int64_t tokens, const int64_t* slots);
 
+// See Ops.logits. x [tokens, k] of dtype, norm [k], head [n, k] -> out [tokens, n].
+int32_t tp_logits(const tp_weight* head, const void* x, int64_t tokens, int32_t dtype, const void* norm,
+                  int32_t norm_dtype, float eps, float* out);
+
 // Reads memory and does nothing else: the limit that products are measured against. Returns a sum of it.
 uint64_t tp_read(const void* data, int64_t bytes);
 }

@@ -48,7 +48,7 @@ _dense, _routed = _library.tp_dense_step, _library.tp_routed
 _rms_norm, _add_norm = _library.tp_rms_norm, _library.tp_add_norm
 _route, _place_heads = _library.tp_route, _library.tp_place_heads
 _attend, _attend_latents = _library.tp_attend, _library.tp_attend_latents
-_layers_step = _library.tp_layers
+_layers_step, _logits = _library.tp_layers, _library.tp_logits
 
 _DTYPES = native.DTYPES
 
@@ -192,6 +192,16 @@ def add_norm(x: Tensor, added: Tensor, weight: Tensor, eps: float) -> tuple[Tens
         total.data_ptr(), out.data_ptr(),
     ))  # fmt: skip
     return total, out
+
+
+def logits(x: Tensor, added: Tensor | None, norm: Tensor, eps: float, head: Weight) -> Tensor | None:
+    place, dtype, norm_dtype = _place(head), _DTYPES.get(x.dtype), _DTYPES.get(norm.dtype)
+    if not place or dtype is None or norm_dtype is None:
+        return None
+    x, norm = (x if added is None else x + added).contiguous(), norm.contiguous()
+    out = x.new_empty(len(x), head.shape[0], dtype=torch.float32)
+    _check(_logits(place, x.data_ptr(), len(x), dtype, norm.data_ptr(), norm_dtype, eps, out.data_ptr()))
+    return out
 
 
 def route(logits: Tensor, spec: Moe, correction: Tensor | None) -> tuple[Tensor, Tensor]:

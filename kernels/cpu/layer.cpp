@@ -121,4 +121,12 @@ bool layer(const tp_placed_layer& placed, const Step& step, void* x) {
   return true;
 }
 
+void logits(const tp_weight& head, const void* x, int64_t tokens, int32_t dtype, tp_vector norm, float eps, float* out) {
+  float* wide = static_cast<float*>(scratch(SLOT_LAYER, tokens * head.k * (sizeof(float) + item_bytes(dtype))));
+  void* normed = dtype == TP_FLOAT ? wide : wide + tokens * head.k;
+  rms_norm(x, tokens, head.k, dtype, norm, eps, normed);
+  if (dtype != TP_FLOAT) widen(normed, tokens, head.k, dtype, wide);
+  linear(head, wide, tokens, TP_FLOAT, {}, out);
+}
+
 }  // namespace tp

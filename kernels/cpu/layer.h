@@ -91,4 +91,7 @@ bool has_layer(const tp_layer& l, const tp_layout& layout);
 // x [tokens, h] becomes what the layer makes of it. False, and x undefined, as for routed.
 bool layer(const tp_placed_layer& placed, const Step& step, void* x);
 
+// head · norm(x), x [tokens, k] and out [tokens, n].
+void logits(const tp_weight& head, const void* x, int64_t tokens, int32_t dtype, tp_vector norm, float eps, float* out);
+
 }  // namespace tp

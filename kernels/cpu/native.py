@@ -21,7 +21,7 @@ from tutel_pack.spec import Moe
 LIBRARY = Path(os.environ.get("TUTEL_PACK_CPU_LIBRARY") or Path(__file__).resolve().parent / "libtutel_pack_cpu.so")
 """What the package's build makes where there is a compiler."""
 
-_INTERFACE = 8
+_INTERFACE = 9
 
 _BYTES, _P, _I32, _I64, _F32 = ctypes.c_char_p, ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_float
 _FUNCTIONS = {
@@ -43,6 +43,7 @@ _FUNCTIONS = {
     "tp_dense_step": (_I32, (_P, _P, _I64, _I32, _P)),
     "tp_routed": (_I32, (_P, _P, _I64, _I32, _P)),
     "tp_layers": (_I32, (_I64, _P, _P, _P, _P, _I64, _P)),
+    "tp_logits": (_I32, (_P, _P, _I64, _I32, _P, _I32, _F32, _P)),
     "tp_read": (ctypes.c_uint64, (_P, _I64)),
 }
 

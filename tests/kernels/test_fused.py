@@ -405,6 +405,23 @@ def test_heads_serve_any_shape(ops, second):
             assert all(torch.equal(a, b) for a, b in zip(ours[3:5], theirs[3:5])), "the cache"
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("fmt", ["fp8", "mxfp4", "bf16"])
+@pytest.mark.parametrize("tokens", [0, 1, 40])
+@pytest.mark.parametrize("added", [False, True])
+def test_logits(ops, added, tokens, fmt, dtype):
+    x, norm = strided(normal(tokens, 96, dtype=dtype)), 1 + 0.3 * normal(96, seed=1)
+    more = 0.5 * normal(tokens, 96, dtype=dtype, seed=2) if added else None
+    head = normal(300, 96, dtype=torch.bfloat16, seed=3) if fmt == "bf16" else random_packed(fmt, (300, 96))
+    got, expected = ops.logits(x, more, norm, 1e-5, head), alone(ops).logits(x, more, norm, 1e-5, head)
+    assert got.dtype == torch.float32 and got.shape == (tokens, 300)
+    if tokens:
+        assert_close(got, expected, 32)  # of which another order of sums takes some
+        assert not torch.allclose(got, alone(ops).logits(x, more, norm.roll(1), 1e-5, head), rtol=1e-2)
+    with pytest.raises(ValueError, match="cannot take"):
+        ops.logits(x, more, norm[1:], 1e-5, head)
+
+
 def strided(x: Tensor) -> Tensor:
     """The same values, not one after another."""
     return torch.stack([x, torch.full_like(x, 1)], dim=-1)[..., 0]
