@@ -131,13 +131,20 @@ void activate(float* gate, const float* up, int64_t n, Activation a) {
   });
 }
 
-inline float sum_of(const Lanes& v) {
-  typedef float Quad __attribute__((vector_size(16)));
+typedef float Quad __attribute__((vector_size(16)));
+
+// What an operation of two makes of all lanes.
+template <class Operation>
+float of_lanes(const Lanes& v, Operation&& operation) {
   Quad quads[REGISTER / 4];
   std::memcpy(quads, &v, sizeof v);
-  Quad sum = quads[0];
-  for (int i = 1; i < REGISTER / 4; i++) sum += quads[i];
-  return (sum[0] + sum[2]) + (sum[1] + sum[3]);
+  for (int i = 1; i < REGISTER / 4; i++) quads[0] = operation(quads[0], quads[i]);
+  const Quad half = operation(quads[0], Quad{quads[0][2], quads[0][3]});
+  return operation(half, Quad{half[1]})[0];
+}
+
+inline float sum_of(const Lanes& v) {
+  return of_lanes(v, [](Quad a, Quad b) { return a + b; });
 }
 
 // out[r] = the sum of v[r]'s lanes.
@@ -157,6 +164,16 @@ inline void store_sums<4>(const Lanes (&v)[4], float* out) {
   _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1)));
 }
 #endif
+
+void norm(float* x, const float* weight, int64_t n, float eps) {
+  Lanes sums{};
+  int64_t i = 0;
+  for (; i + REGISTER <= n; i += REGISTER) sums += lanes(x + i) * lanes(x + i);
+  float sum = sum_of(sums);
+  for (; i < n; i++) sum += x[i] * x[i];
+  const float factor = 1.0f / __builtin_sqrtf(sum / static_cast<float>(n) + eps);
+  for (i = 0; i < n; i++) x[i] = x[i] * factor * weight[i];
+}
 
 // scores[j][i … i + R − 1] = those rows · q[j] of Q queries that lie `apart`; rows and q have `width` values.
 template <int Q, int R>
@@ -229,12 +246,11 @@ inline void weigh(float* scores, int64_t n, float scale, float* result, int64_t 
   const int64_t whole = n / REGISTER * REGISTER;
   Lanes largest = Lanes{} + result[0], sum{};
   for (int64_t i = 0; i < whole; i += REGISTER) largest = lanes(scores + i) > largest ? lanes(scores + i) : largest;
-  float most = largest[0];
-  for (int i = 1; i < REGISTER; i++) most = largest[i] > most ? largest[i] : most;
+  float most = of_lanes(largest, [](Quad a, Quad b) { return a > b ? a : b; });
   for (int64_t i = whole; i < n; i++) most = scores[i] > most ? scores[i] : most;
   // Nothing but −∞ so far, which an overflow gives, weighs nothing.
   if (most == -__builtin_inff()) return each(scores, scores, n, [](Lanes, Lanes) { return Lanes{}; });
-  const float factor = exponential(Lanes{} + (result[0] - most))[0];
+  const float factor = most == result[0] ? 1.0f : exponential(Lanes{} + (result[0] - most))[0];
   each(scores, scores, n, [&](Lanes score, Lanes) { return exponential(score - most); });
   for (int64_t i = 0; i < whole; i += REGISTER) sum += lanes(scores + i);
   if (whole < n) sum += lanes(scores + whole, n - whole);

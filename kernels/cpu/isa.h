@@ -125,6 +125,9 @@ struct Isa {
   // gate = activation(gate, up), n values each.
   void (*activate)(float* gate, const float* up, int64_t n, Activation activation);
 
+  // x = x · weight / sqrt(mean(x²) + eps), n values.
+  void (*norm)(float* x, const float* weight, int64_t n, float eps);
+
   // total[i] += factor · x[i]; and rounding to a dtype.
   void (*add_scaled)(float* total, const float* x, float factor, int64_t n);
   void (*store)(const float* x, int32_t dtype, void* out, int64_t n);

@@ -32,25 +32,11 @@ float* values_of(int64_t n) {
   return values.data();
 }
 
-float sum_of_squares(const float* x, int64_t n) {
-  float sums[16] = {};
-  int64_t i = 0;
-  for (; i + 16 <= n; i += 16) {
-    for (int j = 0; j < 16; j++) sums[j] += x[i + j] * x[i + j];
-  }
-  for (; i < n; i++) sums[0] += x[i] * x[i];
-  for (int half = 8; half; half /= 2) {
-    for (int j = 0; j < half; j++) sums[j] += sums[j + half];
-  }
-  return sums[0];
-}
-
 void norm_row(const void* x, int64_t n, int32_t dtype, tp_vector weight, float eps, void* out) {
   float *y = values_of(n), *w = y + n;
   isa().load(x, dtype, y, n);
   isa().load(weight.data, weight.dtype, w, n);
-  const float factor = 1.0f / std::sqrt(sum_of_squares(y, n) / static_cast<float>(n) + eps);
-  for (int64_t i = 0; i < n; i++) y[i] = y[i] * factor * w[i];
+  isa().norm(y, w, n, eps);
   isa().store(y, dtype, out, n);
 }
 
@@ -63,19 +49,25 @@ void add_row(const void* x, const void* added, float factor, int64_t n, int32_t 
   isa().store(a, dtype, total, n);
 }
 
+// Turns n pairs of a value of `first` and one of `second` by angles.
+void turn_pairs(float* __restrict first, float* __restrict second, const float* cosines, const float* sines, int64_t n) {
+  for (int64_t i = 0; i < n; i++) {
+    const float a = first[i], b = second[i];
+    first[i] = a * cosines[i] - b * sines[i];
+    second[i] = b * cosines[i] + a * sines[i];
+  }
+}
+
 // One head of token t; out may be x.
 void turn_head(const Turn& turn, int64_t t, const void* x, int64_t width, void* out) {
-  const int64_t half = turn.rotated / 2, step = turn.interleaved ? 2 : 1, other = turn.interleaved ? 1 : half;
+  const int64_t half = turn.rotated / 2;
   const float *cosines = turn.cosines + t * half, *sines = turn.sines + t * half;
-  float *y = values_of(width), *z = y + width;
+  float *y = values_of(width), *pairs = turn.interleaved ? y + width : y;
   isa().load(x, turn.dtype, y, width);
-  std::copy(y + turn.rotated, y + width, z + turn.rotated);
-  for (int64_t i = 0; i < half; i++) {
-    const float a = y[i * step], b = y[i * step + other];
-    z[i * step] = a * cosines[i] - b * sines[i];
-    z[i * step + other] = b * cosines[i] + a * sines[i];
-  }
-  isa().store(z, turn.dtype, out, width);
+  for (int64_t i = 0; i < half && turn.interleaved; i++) pairs[i] = y[2 * i], pairs[half + i] = y[2 * i + 1];
+  turn_pairs(pairs, pairs + half, cosines, sines, half);
+  for (int64_t i = 0; i < half && turn.interleaved; i++) y[2 * i] = pairs[i], y[2 * i + 1] = pairs[half + i];
+  isa().store(y, turn.dtype, out, width);
 }
 
 void place_head(const tp_heads& h, const Turn& turn, int64_t t, const void* x, const void* norm, void* out) {
