@@ -79,11 +79,10 @@ struct Matrix {
     return place.grid_row + (has_scales_by_row() ? row - place.first : 0);
   }
 
-  // A row of scales is so short that the processor does not foresee the next one.
-  [[gnu::always_inline]] void fetch_scales(int64_t grid_row) const {
-    if (!has_scales_by_row()) return;
+  // Of rows with scales of their own, which are so short that the processor does not foresee the next.
+  [[gnu::always_inline]] void fetch_scales(int64_t row) const {
     const int64_t size = w->grid_columns * scale_bytes(w->scale_type);
-    for (int64_t i = 0; i < size; i += 64) __builtin_prefetch(scale + grid_row * size + i);
+    for (int64_t i = 0; i < size; i += 64) __builtin_prefetch(scale + row * size + i);
   }
 
   // Inlined, as is go_to: the linker keeps one copy of a function, see isa.h.
