@@ -195,10 +195,11 @@ def add_norm(x: Tensor, added: Tensor, weight: Tensor, eps: float) -> tuple[Tens
 
 
 def logits(x: Tensor, added: Tensor | None, norm: Tensor, eps: float, head: Weight) -> Tensor | None:
+    x = x if added is None else x + added
     place, dtype, norm_dtype = _place(head), _DTYPES.get(x.dtype), _DTYPES.get(norm.dtype)
     if not place or dtype is None or norm_dtype is None:
         return None
-    x, norm = (x if added is None else x + added).contiguous(), norm.contiguous()
+    x, norm = x.contiguous(), norm.contiguous()
     out = x.new_empty(len(x), head.shape[0], dtype=torch.float32)
     _check(_logits(place, x.data_ptr(), len(x), dtype, norm.data_ptr(), norm_dtype, eps, out.data_ptr()))
     return out

@@ -248,8 +248,8 @@ inline void weigh(float* scores, int64_t n, float scale, float* result, int64_t 
   for (int64_t i = 0; i < whole; i += REGISTER) largest = lanes(scores + i) > largest ? lanes(scores + i) : largest;
   float most = of_lanes(largest, [](Quad a, Quad b) { return a > b ? a : b; });
   for (int64_t i = whole; i < n; i++) most = scores[i] > most ? scores[i] : most;
-  // Nothing but −∞ so far, which an overflow gives, weighs nothing.
-  if (most == -__builtin_inff()) return each(scores, scores, n, [](Lanes, Lanes) { return Lanes{}; });
+  // Nothing but −∞ so far, which an overflow gives, weighs nothing; what is no number is not passed over.
+  if (most == -__builtin_inff()) return each(scores, scores, n, [](Lanes s, Lanes) { return s == s ? Lanes{} : s; });
   const float factor = most == result[0] ? 1.0f : exponential(Lanes{} + (result[0] - most))[0];
   each(scores, scores, n, [&](Lanes score, Lanes) { return exponential(score - most); });
   for (int64_t i = 0; i < whole; i += REGISTER) sum += lanes(scores + i);

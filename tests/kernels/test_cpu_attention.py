@@ -71,6 +71,20 @@ def test_logits_that_overflow_weigh_nothing(dtype, instruction_set, threads, tor
     assert not seen.isnan().any() and torch.allclose(got.float(), seen.float(), rtol=2**-7, atol=1e-6)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("broken", ["query", "first keys"])
+def test_what_is_no_number_is_not_passed_over(broken, dtype, instruction_set, threads, torch_is_not_asked):
+    case = Case([99], [1], heads=2, kv_heads=1, block=16).build(dtype)
+    case.q[:] = case.q.abs() + 1
+    sound = get_ops("cpu").attention(case.q, case.keys, case.values, case.layout, None, None, torch.zeros(2))
+    if broken == "query":
+        case.q[:] = torch.nan
+    else:
+        case.keys[case.layout.tables[0][:3]] = torch.nan
+    got = get_ops("cpu").attention(case.q, case.keys, case.values, case.layout, None, None, torch.zeros(2))
+    assert got.isnan().all() and not sound.isnan().any()
+
+
 def test_many_tokens_are_a_product_of_matrices(torch_is_not_asked):
     case = Case([3], [9]).build(torch.float32)
     with pytest.raises(AssertionError, match="torch was asked"):

@@ -422,6 +422,13 @@ def test_logits(ops, added, tokens, fmt, dtype):
         ops.logits(x, more, norm[1:], 1e-5, head)
 
 
+def test_logits_of_unlike_parts(ops):
+    x, added, norm = normal(2, 32, dtype=torch.bfloat16), normal(2, 32, seed=1), 1 + 0.3 * normal(32, seed=2)
+    head = normal(3, 32, dtype=torch.bfloat16, seed=3)
+    expected = torch.nn.functional.rms_norm(x.double() + added, (32,), norm.double(), 1e-6) @ head.double().T
+    assert_close(ops.logits(x, added, norm, 1e-6, head), expected.float(), 32)
+
+
 def strided(x: Tensor) -> Tensor:
     """The same values, not one after another."""
     return torch.stack([x, torch.full_like(x, 1)], dim=-1)[..., 0]
