@@ -53,10 +53,7 @@ struct Codes {
   }
 
   static float reduce(Sum sum) { return Group::reduce(sum); }
-  static void reduce(Sum a, Sum b, Sum c, Sum d, float* out) {
-    const __m256 four = _mm256_hadd_ps(_mm256_hadd_ps(a, b), _mm256_hadd_ps(c, d));
-    _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(four), _mm256_extractf128_ps(four, 1)));
-  }
+  static void reduce(Sum a, Sum b, Sum c, Sum d, float* out) { store_sums({a, b, c, d}, out); }
 
   using Whole = __m256i;
 

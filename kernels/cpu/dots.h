@@ -106,17 +106,6 @@ struct Together<F, R, std::integer_sequence<int, V...>> {
 template <class F, int M>
 constexpr int ROWS = F::sums >= 4 * M ? 4 : F::sums >= 2 * M ? 2 : 1;
 
-inline void multiply_by_global(const Matrix& w, int64_t first, int64_t last, int vectors, float* out, int64_t stride) {
-  for (int64_t row = first; w.global && row < last;) {
-    const Matrix::Place place = w.place(row);
-    const int64_t end = place.end < last ? place.end : last;
-    for (int v = 0; v < vectors; v++) {
-      for (int64_t i = row; i < end; i++) out[v * stride + i - first] *= place.global;
-    }
-    row = end;
-  }
-}
-
 // Rows far apart are worked on together: memory gives several streams faster than one.
 template <class F, int M>
 void dots(const Matrix& matrix, int64_t first, int64_t last, const void* const* xs, float* out, int64_t stride) {
@@ -124,7 +113,6 @@ void dots(const Matrix& matrix, int64_t first, int64_t last, const void* const* 
   // A copy that no store can change, as far as the compiler knows: what is the same for all rows is computed once.
   const tp_weight weight = *matrix.w;
   const Matrix w = matrix.as(weight);
-  const bool by_row = w.has_scales_by_row();
   const int64_t size = ceil_div(w.w->k * F::bytes, F::group), apart = ceil_div(last - first, R);
   int64_t scale_stride;
   typename F::Item* scales = scale_rows<F>(*w.w, R, scale_stride);
@@ -138,20 +126,15 @@ void dots(const Matrix& matrix, int64_t first, int64_t last, const void* const* 
       if (row[r] >= last) row[r] = last - 1;  // once more
       rows.data[r] = w.data + row[r] * w.w->row_bytes;
       rows.scales[r] = scales + r * scale_stride;
-      if (by_row) {
-        F::read(w, row[r], scales + r * scale_stride);
-        w.fetch_scales(row[r] + 1);
-      } else if (w.go_to(row[r], place[r])) {
-        F::read(w, place[r].grid_row, scales + r * scale_stride);
-      }
+      if (w.go_to(row[r], place[r])) F::read(w, w.scale_row(place[r], row[r]), scales + r * scale_stride);
+      w.fetch_scales(row[r] + 1);
     }
     float products[M][R];
     rows.multiply(size, xs, products);
     for (int v = 0; v < M; v++) {
-      for (int r = 0; r < R; r++) out[v * stride + row[r] - first] = products[v][r];
+      for (int r = 0; r < R; r++) out[v * stride + row[r] - first] = products[v][r] * place[r].global;
     }
   }
-  multiply_by_global(w, first, last, M, out, stride);
 }
 
 template <class F>

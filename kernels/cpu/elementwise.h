@@ -2,6 +2,7 @@
 // for they have conditions, work on registers.
 #pragma once
 #include <cstring>
+#include <type_traits>
 
 #include "isa.h"
 #include "scales.h"
@@ -197,11 +198,19 @@ void row_scores(const float* q, int64_t apart, int64_t width, const float* rows,
   for (; i < n; i++) scores_of_rows<Q, 1>(q, apart, width, rows, i, scores);
 }
 
+// Calls work(count, first) with four queries at a time, and with single ones at the end.
+template <class Work>
+void for_queries(int64_t queries, Work&& work) {
+  int64_t j = 0;
+  for (; j + 4 <= queries; j += 4) work(std::integral_constant<int, 4>{}, j);
+  for (; j < queries; j++) work(std::integral_constant<int, 1>{}, j);
+}
+
 void all_scores(const float* q, int64_t apart, int64_t queries, int64_t width, const float* rows, int64_t n,
                 float* scores) {
-  int64_t j = 0;
-  for (; j + 4 <= queries; j += 4) row_scores<4>(q + j * apart, apart, width, rows, n, scores + j * ATTEND);
-  for (; j < queries; j++) row_scores<1>(q + j * apart, apart, width, rows, n, scores + j * ATTEND);
+  for_queries(queries, [&](auto count, int64_t j) {
+    row_scores<count>(q + j * apart, apart, width, rows, n, scores + j * ATTEND);
+  });
 }
 
 // results[j] += Σ scores[j][i] · rows[i] of Q queries, whose results lie `apart`, and of D registers of rows, which lie
@@ -235,9 +244,9 @@ void add_rows(const float* scores, int64_t width, const float* rows, int64_t row
 
 void add_all_rows(const float* scores, int64_t queries, int64_t width, const float* rows, int64_t row, int64_t n,
                   float* results, int64_t apart) {
-  int64_t j = 0;
-  for (; j + 4 <= queries; j += 4) add_rows<4>(scores + j * ATTEND, width, rows, row, n, results + j * apart, apart);
-  for (; j < queries; j++) add_rows<1>(scores + j * ATTEND, width, rows, row, n, results + j * apart, apart);
+  for_queries(queries, [&](auto count, int64_t j) {
+    add_rows<count>(scores + j * ATTEND, width, rows, row, n, results + j * apart, apart);
+  });
 }
 
 // Products times scale become weights relative to the largest so far, and the result so far is brought to the same.

@@ -64,9 +64,13 @@ void turn_head(const Turn& turn, int64_t t, const void* x, int64_t width, void* 
   const float *cosines = turn.cosines + t * half, *sines = turn.sines + t * half;
   float *y = values_of(width), *pairs = turn.interleaved ? y + width : y;
   isa().load(x, turn.dtype, y, width);
-  for (int64_t i = 0; i < half && turn.interleaved; i++) pairs[i] = y[2 * i], pairs[half + i] = y[2 * i + 1];
+  if (turn.interleaved) {
+    for (int64_t i = 0; i < half; i++) pairs[i] = y[2 * i], pairs[half + i] = y[2 * i + 1];
+  }
   turn_pairs(pairs, pairs + half, cosines, sines, half);
-  for (int64_t i = 0; i < half && turn.interleaved; i++) y[2 * i] = pairs[i], y[2 * i + 1] = pairs[half + i];
+  if (turn.interleaved) {
+    for (int64_t i = 0; i < half; i++) y[2 * i] = pairs[i], y[2 * i + 1] = pairs[half + i];
+  }
   isa().store(y, turn.dtype, out, width);
 }
 

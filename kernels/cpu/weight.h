@@ -76,11 +76,12 @@ struct Matrix {
   }
 
   int64_t scale_row(const Place& place, int64_t row) const {
-    return place.grid_row + (has_scales_by_row() ? row - place.first : 0);
+    return has_scales_by_row() ? row : place.grid_row;
   }
 
-  // Of rows with scales of their own, which are so short that the processor does not foresee the next.
+  // A row's own scales are so short that the processor does not foresee the next.
   [[gnu::always_inline]] void fetch_scales(int64_t row) const {
+    if (!has_scales_by_row()) return;
     const int64_t size = w->grid_columns * scale_bytes(w->scale_type);
     for (int64_t i = 0; i < size; i += 64) __builtin_prefetch(scale + row * size + i);
   }

@@ -1,7 +1,6 @@
-// Attention of few tokens by AVX-512's products of pairs of bfloat16: keys are not brought to float32 for logits.
+// Attention of few tokens by AVX-512's products of pairs of bfloat16. Weights are rounded to it; queries that are not
+// bfloat16 meet keys in float32.
 #pragma once
-#include <type_traits>
-
 #include "elementwise.h"
 #include "words.h"
 
@@ -24,7 +23,9 @@ inline void fetch(const uint16_t* row, int64_t width) {
   for (int64_t d = 0; d < width; d += 32) __builtin_prefetch(row + d);
 }
 
-inline __m512i load_32(const uint16_t* row, int64_t) { return _mm512_loadu_si512(row); }
+// A whole vector of a row, and a last one of which it has `left`.
+inline __m512i load_whole(const uint16_t* row, int64_t) { return _mm512_loadu_si512(row); }
+inline __m512i load_last(const uint16_t* row, int64_t left) { return load_words(row, 0, left); }
 
 // scores[j · ATTEND + i] = keys[i] · q[j] of Q queries, while rows at `next` are fetched, if there are any. Those behind
 // the last key are written, too, up to a multiple of four.
@@ -50,8 +51,8 @@ void word_scores(const uint16_t* q, int64_t padded, int64_t width, const Rows& k
       }
     };
     int64_t d = 0;
-    for (; d + 32 <= width; d += 32) add(d, load_32);
-    if (d < width) add(d, [](const uint16_t* p, int64_t left) { return load_words(p, 0, left); });
+    for (; d + 32 <= width; d += 32) add(d, load_whole);
+    if (d < width) add(d, load_last);
     for (int j = 0; j < Q; j++) store_sums(sums[j], scores + j * ATTEND + i);
   }
 }
@@ -73,7 +74,7 @@ void add_word_columns(const uint16_t* weights, const uint16_t* values, int64_t s
   __m512 sums[Q][2 * D] = {};
   for (int64_t i = 0; i < n; i += 2) {
     const uint16_t* row = values + i * stride;
-    if (next) fetch(next + i * stride, 32 * D), fetch(next + (i + 1 < n ? i + 1 : i) * stride, 32 * D);
+    for (int64_t r = i; next && r < i + 2; r++) fetch(next + r * stride, 32 * D);
     __m512i pairs[2 * D];
 #pragma GCC unroll 2
     for (int d = 0; d < D; d++) {
@@ -115,20 +116,11 @@ void add_word_rows(const uint16_t* weights, const uint16_t* values, int64_t stri
   const auto from = [&](int64_t d) { return next ? next + d : nullptr; };
   int64_t d = 0;
   for (; d + 64 <= width; d += 64) {
-    add_word_columns<Q, 2>(weights, values + d, stride, n, 64, from(d), results + d, apart, load_32);
+    add_word_columns<Q, 2>(weights, values + d, stride, n, 64, from(d), results + d, apart, load_whole);
   }
   for (; d < width; d += 32) {
-    add_word_columns<Q, 1>(weights, values + d, stride, n, width - d, from(d), results + d, apart,
-                           [](const uint16_t* p, int64_t left) { return load_words(p, 0, left); });
+    add_word_columns<Q, 1>(weights, values + d, stride, n, width - d, from(d), results + d, apart, load_last);
   }
-}
-
-// Calls work(queries, first) with four queries at a time, and with single ones at the end.
-template <class Work>
-void for_queries(int64_t queries, Work&& work) {
-  int64_t j = 0;
-  for (; j + 4 <= queries; j += 4) work(std::integral_constant<int, 4>{}, j);
-  for (; j < queries; j++) work(std::integral_constant<int, 1>{}, j);
 }
 
 // scores[j · ATTEND + i] = keys[i] · q[j] of all queries [queries, width], while rows at `next` are fetched.
@@ -146,7 +138,7 @@ void all_word_scores(const float* q, int64_t queries, int64_t width, const Rows&
   all_scores(q, width, queries, width, rows, keys.n, scores);
 }
 
-// As attend_positions, which it leaves keys and values to that are not bfloat16. Weights are rounded to it.
+// As attend_positions, which it leaves keys and values to that are not bfloat16.
 void attend_words(const float* q, int64_t queries, int64_t width, float scale, Rows keys, const void* values,
                   int64_t value_width, const void* next, float* results) {
   if (keys.dtype != TP_BFLOAT16) {

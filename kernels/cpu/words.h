@@ -48,12 +48,12 @@ struct InWords;
 
 // Lane i of a sum has columns 8 · i … 8 · i + 7, as in float32.
 template <class TABLE, int SPAN>
-struct InWords<Nibbles<TABLE, SPAN>> : Words<Nibbles<TABLE, SPAN>>, FourCodes {
+struct InWords<Nibbles<TABLE, SPAN>> : Words<Nibbles<TABLE, SPAN>> {
   using typename Words<Nibbles<TABLE, SPAN>>::Elements;
   using Raw = __m512i;
   using Group<4>::load;
   using Group<4>::load_part;
-  using FourCodes::column;
+  static constexpr int column(int i) { return FourCodes::column(i); }
 
   // Here shifts wait for nothing, see bench/NOTES.md.
   static Elements decode(Raw raw) {
