@@ -21,7 +21,7 @@ from torch import Tensor
 from tutel_pack.errors import InputError
 from tutel_pack.formats import PackedTensor
 from tutel_pack.kernels.cpu import native
-from tutel_pack.spec import ClampedSwiglu, Moe, Rope, Swiglu
+from tutel_pack.spec import ClampedSwiglu, DeltaNet, Moe, Rope, Swiglu
 
 BACKENDS = {
     "cpu": "tutel_pack.kernels.cpu.backend",
@@ -137,11 +137,19 @@ class Experts:
 
 @dataclass(frozen=True, eq=False)
 class Grouped:
-    """Grouped-query attention without more: what `heads` do (see Ops.attend) with the projections of x."""
+    """Grouped-query attention: what `heads` do (see Ops.attend) with the projections of x.
+
+    gated: every query comes with a gate behind it, and what its head gives is times sigmoid(gate).
+    norms: [heads · D] or [D] of queries and of keys, RMSNorm of all values of a token or of each head's, before
+    everything else; both or neither.  clip: queries, keys and values are kept within ±clip after that.
+    """
 
     qkv: Sequence[Projection]
     output: Projection
     heads: Heads
+    gated: bool = False
+    norms: tuple[Tensor | None, Tensor | None] = (None, None)
+    clip: float | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -166,6 +174,28 @@ class Latent:
 
 
 @dataclass(frozen=True, eq=False)
+class Delta:
+    """A gated delta net, see runtime.delta_net, of C channels.
+
+    qkv [C, H], z [heads · V, H]: of x.  b, a [heads, H]: of x in float32. If spec.grouped, qkv and b have the rows of z
+    and a, too, by key heads, and these are None.  filter: float32 [C, kernel].  rate, bias: float32 [heads].
+    norm: float32 [V], with `eps`.  output: [H, heads · V].
+    """
+
+    spec: DeltaNet
+    qkv: Weight
+    z: Weight | None
+    b: Weight
+    a: Weight | None
+    filter: Tensor
+    rate: Tensor
+    bias: Tensor
+    norm: Tensor
+    output: Weight
+    eps: float
+
+
+@dataclass(frozen=True, eq=False)
 class Layer:
     """A layer of attention and a feed-forward block without more: x + attention(norm(x)), then x + mlp(norm(x)).
 
@@ -175,16 +205,16 @@ class Layer:
     input_norm: Tensor
     post_norm: Tensor
     eps: float
-    attention: Grouped | Latent
+    attention: Grouped | Latent | Delta
     mlp: Experts | Dense
 
 
 @dataclass(frozen=True, eq=False)
 class PlacedLayers:
-    """Layers of the same H that follow each other, and where they keep what they have of tokens.
+    """Layers of the same H that follow each other, and where they keep what they have of tokens and sequences.
 
-    pools: of each layer, keys and values as for `Ops.attend`, or entries as for `Ops.latent_attention`; what is new is
-    stored in them.
+    pools: of each layer, keys and values as for `Ops.attend`, or entries as for `Ops.latent_attention`, or the states of
+    a delta net: tails [slots, kernel − 1, C] and float32 memories [slots, G, R, K, V]. What is new is stored in them.
     rotations: of each layer, which one of a step's rotations turns it; None turns nothing.
     """
 
@@ -195,8 +225,22 @@ class PlacedLayers:
     def __post_init__(self):
         norms = [norm for layer in self.layers for norm in (layer.input_norm, layer.post_norm)]
         fits = 0 < len(self.layers) == len(self.pools) == len(self.rotations)
-        fits = fits and all(p.shape == pools[0].shape and p.dtype == pools[0].dtype for pools in self.pools for p in pools)
+        fits = fits and all(_holds(pools, layer.attention) for layer, pools in zip(self.layers, self.pools))
         _check(fits and all(norm.shape == norms[0].shape for norm in norms), "layers", *norms)
+
+    @cached_property
+    def stateful(self) -> bool:
+        """Whether any of them keeps states of sequences."""
+        return any(isinstance(layer.attention, Delta) for layer in self.layers)
+
+
+def _holds(pools: Sequence[Tensor], attention: Grouped | Latent | Delta) -> bool:
+    """Whether pools are such that a layer can keep there what it has."""
+    if not isinstance(attention, Delta):
+        return all(pool.shape == pools[0].shape and pool.dtype == pools[0].dtype for pool in pools)
+    s, (tails, memories) = attention.spec, pools
+    memory = (len(tails), s.key_heads, s.value_heads // s.key_heads, s.key_dim, s.value_dim)
+    return tails.shape[1:] == attention.filter.T[1:].shape and memories.shape == memory and memories.dtype == torch.float32
 
 
 def get_ops(backend: str = "auto", device: torch.device | str = "cpu", act: str | None = None) -> Ops:
@@ -513,6 +557,9 @@ class Ops:
         fits = x.ndim == 2 and layout.slots.shape == x.shape[:1] and placed.layers[0].input_norm.shape == x.shape[1:]
         angles = [part for rotation in rotations for part in rotation]
         fits = fits and layout.slots.dtype == torch.int64 and all(len(part) == len(x) for part in angles)
+        if placed.stateful:
+            states = layout.states
+            fits = fits and states is not None and states.dtype == torch.int64 and len(states) == len(layout.lengths)
         _check(fits, "layers", x, layout.slots, *angles)
         fused = self._fused["layers"]
         return fused(x, placed, rotations, layout) if fused and x.numel() else None

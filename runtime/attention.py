@@ -29,10 +29,10 @@ class GroupedQueryAttention:
         norms = [weights.norm(f"{prefix}{name}_norm.weight") if spec.qk_norm else None for name in "qk"]
         # `attend` norms single heads. Norms of all together, and those before a clip (OLMoE has both), come before it.
         before = spec.qk_norm == "whole" or spec.clip is not None
-        self._norms, norms = (norms, [None, None]) if before else ([None, None], norms)
+        before, norms = (norms, (None, None)) if before else ((None, None), norms)
         sinks = weights(prefix + "sinks") if spec.sinks else None
-        interleaved = bool(spec.rope and spec.rope.interleaved)
-        self._parts = Grouped(qkv, output, Heads(*norms, eps, interleaved, spec.window, spec.scale, sinks))
+        heads = Heads(*norms, eps, bool(spec.rope and spec.rope.interleaved), spec.window, spec.scale, sinks)
+        self.whole = Grouped(qkv, output, heads, spec.gated, tuple(before), spec.clip)
 
     def __call__(
         self, x: Tensor, cache: PagedCache, layout: Layout, rotations: dict[Rope, tuple[Tensor, Tensor]]
@@ -41,25 +41,18 @@ class GroupedQueryAttention:
 
         rotations: of the batch's positions, for each Rope of the model.
         """
-        spec, ops, parts = self._spec, self._ops, self._parts
+        spec, ops, parts = self._spec, self._ops, self.whole
         q, k, v = ops.linears(x, parts.qkv)
-        if spec.gated:
+        if parts.gated:
             q, gate = (part.flatten(1) for part in q.unflatten(1, (spec.heads, -1)).chunk(2, dim=-1))
-        if self._norms[0] is not None:
-            q, k = (self._normed(part, norm) for part, norm in zip((q, k), self._norms))
-        if spec.clip is not None:
-            q, k, v = (part.clamp(-spec.clip, spec.clip) for part in (q, k, v))
+        if parts.norms[0] is not None:
+            q, k = (self._normed(part, norm) for part, norm in zip((q, k), parts.norms))
+        if parts.clip is not None:
+            q, k, v = (part.clamp(-parts.clip, parts.clip) for part in (q, k, v))
         pools, rotation = cache.tokens[self._layer], rotations[spec.rope] if spec.rope else None
         heads = ops.attend(q, k, v, pools["keys"], pools["values"], layout, rotation, parts.heads)
-        return ops.linear(heads * torch.sigmoid(gate) if spec.gated else heads, *parts.output)
-
-    @property
-    def whole(self) -> Grouped | None:
-        """All of it, None if there is more to it."""
-        more = self._spec.gated or self._spec.clip is not None or self._norms[0] is not None
-        return None if more else self._parts
+        return ops.linear(heads * torch.sigmoid(gate) if parts.gated else heads, *parts.output)
 
     def _normed(self, x: Tensor, norm: Tensor) -> Tensor:
         """A projection [T, heads · D], normed as a whole or by heads."""
-        parts = x if self._spec.qk_norm == "whole" else x.unflatten(1, (-1, self._spec.head_dim))
-        return self._ops.rms_norm(parts, norm, self._eps).flatten(1)
+        return self._ops.rms_norm(x.unflatten(1, (-1, len(norm))), norm, self._eps).flatten(1)

@@ -111,7 +111,7 @@ class _Run:
     def __init__(self, layers: list[_DecoderLayer], ops: Ops):
         self._layers, self._ops, self._whole = layers, ops, layers[0].whole is not None
         self._ropes = list(dict.fromkeys(layer.rope for layer in layers if layer.rope))
-        self._placed: WeakKeyDictionary[PagedCache, PlacedLayers] = WeakKeyDictionary()
+        self._placed: WeakKeyDictionary[PagedCache, tuple[list, PlacedLayers]] = WeakKeyDictionary()
 
     def __call__(
         self, x: Tensor, added: Tensor | None, cache: PagedCache, layout: Layout, rotations: Shared
@@ -127,11 +127,14 @@ class _Run:
         return x, added
 
     def _place(self, cache: PagedCache) -> PlacedLayers:
-        if cache not in self._placed:
-            pools = [list(cache.tokens[layer.index].values()) for layer in self._layers]
+        states, placed = self._placed.get(cache, (None, None))
+        if states is not cache.sequences:  # which is another list when its pools have moved
+            indices = [layer.index for layer in self._layers]
+            pools = [[*cache.tokens[i].values(), *cache.sequences[i].values()] for i in indices]
             which = [self._ropes.index(layer.rope) if layer.rope else None for layer in self._layers]
-            self._placed[cache] = PlacedLayers([layer.whole for layer in self._layers], pools, which)
-        return self._placed[cache]
+            placed = PlacedLayers([layer.whole for layer in self._layers], pools, which)
+            self._placed[cache] = cache.sequences, placed
+        return placed
 
 
 class _DecoderLayer:

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tutel_pack.kernels.ops import Layout, Ops
+from tutel_pack.kernels.ops import Delta, Layout, Ops
 from tutel_pack.runtime.cache import PagedCache, State
 from tutel_pack.runtime.weights import Weights
 from tutel_pack.spec import DeltaNet
@@ -42,53 +42,49 @@ class GatedDeltaNet:
         return {"tail": ((spec.kernel - 1, _channels(spec)), dtype), "memory": (memory, torch.float32)}
 
     def __init__(self, spec: DeltaNet, layer: int, eps: float, weights: Weights, ops: Ops):
-        self._spec, self._layer, self._eps, self._ops = spec, layer, eps, ops
+        self._spec, self._layer, self._ops = spec, layer, ops
         prefix = f"model.layers.{layer}.linear_attn."
-        inputs = ("qkvz", "ba") if spec.grouped else ("qkv", "z", "b", "a")
-        self._inputs = [weights(f"{prefix}in_proj_{name}.weight") for name in inputs]
-        self._filter = weights(prefix + "conv1d.weight").float().squeeze(1)
-        self._rate = weights(prefix + "A_log").float().exp()
-        self._bias = weights(prefix + "dt_bias").float()
-        self._norm, self._output = weights(prefix + "norm.weight").float(), weights(prefix + "out_proj.weight")
-
-    whole = None
-    """No description of it for Ops.layer."""
+        inputs = ("qkvz", None, "ba", None) if spec.grouped else ("qkv", "z", "b", "a")
+        self.whole = Delta(
+            spec, *(name and weights(f"{prefix}in_proj_{name}.weight") for name in inputs),
+            weights(prefix + "conv1d.weight").float().squeeze(1), weights(prefix + "A_log").float().exp(),
+            weights(prefix + "dt_bias").float(), weights(prefix + "norm.weight").float(),
+            weights(prefix + "out_proj.weight"), eps,
+        )  # fmt: skip
 
     def __call__(self, x: Tensor, cache: PagedCache, layout: Layout, rotations: object) -> Tensor:
         """x [T, H], normed -> [T, H]; brings the states of the batch's sequences up to date.
 
         rotations: not used, positions are in the decay.
         """
-        spec, states = self._spec, cache.sequences[self._layer]
+        spec, parts, states = self._spec, self.whole, cache.sequences[self._layer]
         mixed, z, b, a = self._grouped(x) if spec.grouped else self._separate(x)
-        mixed = F.silu(convolve(mixed, self._filter, states["tail"], layout))
+        mixed = F.silu(convolve(mixed, parts.filter, states["tail"], layout))
         keys, heads = spec.key_heads * spec.key_dim, (spec.key_heads, spec.value_heads // spec.key_heads)
         q, k, v = mixed.split([keys, keys, spec.value_heads * spec.value_dim], dim=1)
         q, k = (_normalised(t.unflatten(1, (spec.key_heads, spec.key_dim))) for t in (q, k))
-        decay = -self._rate * F.softplus(a + self._bias)
+        decay = -parts.rate * F.softplus(a + parts.bias)
         v, decay, beta = v.unflatten(1, (*heads, -1)), decay.unflatten(1, heads), b.sigmoid().unflatten(1, heads)
         out = delta_rule(q * spec.key_dim**-0.5, k, v, decay, beta, states["memory"], layout)
-        return self._ops.linear(self._gated(out, z).to(x.dtype), self._output)
+        return self._ops.linear(self._gated(out, z).to(x.dtype), parts.output)
 
     def _grouped(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """(q, k and v [T, C], z [T, heads · V], b and a float32 [T, heads]) from rows that are grouped by key head."""
-        spec, ops = self._spec, self._ops
-        qkvz, ba = self._inputs
+        spec, ops, parts = self._spec, self._ops, self.whole
         shared = spec.value_heads // spec.key_heads
         rows = [spec.key_dim, spec.key_dim, shared * spec.value_dim, shared * spec.value_dim]
-        q, k, v, z = (t.flatten(1) for t in ops.linear(x, qkvz).unflatten(1, (spec.key_heads, -1)).split(rows, dim=-1))
-        b, a = (t.flatten(1) for t in ops.linear(x.float(), ba).unflatten(1, (spec.key_heads, -1)).chunk(2, dim=-1))
+        q, k, v, z = (t.flatten(1) for t in ops.linear(x, parts.qkv).unflatten(1, (spec.key_heads, -1)).split(rows, dim=-1))
+        b, a = (t.flatten(1) for t in ops.linear(x.float(), parts.b).unflatten(1, (spec.key_heads, -1)).chunk(2, dim=-1))
         return torch.cat([q, k, v], dim=1), z, b, a
 
     def _separate(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """The same from a projection each."""
-        qkv, z, b, a = self._inputs
-        linear, exact = self._ops.linear, x.float()
-        return linear(x, qkv), linear(x, z), linear(exact, b), linear(exact, a)
+        linear, parts, exact = self._ops.linear, self.whole, x.float()
+        return linear(x, parts.qkv), linear(x, parts.z), linear(exact, parts.b), linear(exact, parts.a)
 
     def _gated(self, heads: Tensor, z: Tensor) -> Tensor:
         """heads float32 [T, G, R, V], normed over V, times silu(z) [T, heads · V] -> float32 [T, heads · V]."""
-        normed = heads * torch.rsqrt(heads.square().mean(-1, keepdim=True) + self._eps) * self._norm
+        normed = heads * torch.rsqrt(heads.square().mean(-1, keepdim=True) + self.whole.eps) * self.whole.norm
         return normed.flatten(1) * F.silu(z.float())
 
 

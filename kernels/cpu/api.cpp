@@ -112,7 +112,7 @@ using namespace tp;
 
 extern "C" {
 
-int32_t tp_interface() { return 9; }
+int32_t tp_interface() { return 10; }
 
 int32_t tp_select(const char* name) {
   const Available& all = available();

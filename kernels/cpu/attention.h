@@ -4,11 +4,13 @@
 
 extern "C" {
 
-// Where sequences stand, see ops.Layout: starts [sequences + 1], lengths and tables [sequences].
+// Where sequences stand, see ops.Layout: starts [sequences + 1], lengths, tables and states [sequences]; the last is null
+// for models that keep none.
 struct tp_layout {
   int64_t sequences;
   const int64_t *starts, *lengths;
   const int64_t* const* tables;
+  const int64_t* states;
 };
 
 // window 0 sees all. sinks: float32 [heads] or null. dtype: of queries and what comes out; cached: of keys and values.

@@ -1,6 +1,7 @@
 // AVX2 with FMA. A group is 32 columns; elements are float32 vectors of 8.
 #include <immintrin.h>
 
+#include "delta_loops.h"
 #include "dots.h"
 #include "elementwise.h"
 

@@ -4,6 +4,7 @@
 #pragma once
 #include <immintrin.h>
 
+#include "delta_loops.h"
 #include "dots.h"
 #include "elementwise.h"
 

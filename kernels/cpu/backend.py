@@ -22,6 +22,7 @@ from tutel_pack.errors import ResourceError
 from tutel_pack.kernels import torch_backend
 from tutel_pack.kernels.cpu import native
 from tutel_pack.kernels.ops import (
+    Delta,
     Dense,
     Experts,
     Grouped,
@@ -324,8 +325,9 @@ def _describe_layout(layout: Layout) -> native.Layout:
         (ctypes.c_int64 * len(starts))(*starts), (ctypes.c_int64 * len(lengths))(*lengths),
         (ctypes.c_void_p * len(addresses))(*addresses),
     ]  # fmt: skip
-    found = native.Layout(len(lengths), *map(ctypes.addressof, arrays))
-    found.keep, found.address = (arrays, tables), ctypes.addressof(found)
+    states = None if layout.states is None else layout.states.contiguous()
+    found = native.Layout(len(lengths), *map(ctypes.addressof, arrays), None if states is None else states.data_ptr())
+    found.keep, found.address = (arrays, tables, states), ctypes.addressof(found)
     return found
 
 
@@ -443,7 +445,7 @@ def _describe_layers(
     kept = []
     for layer, pools, which in zip(placed.layers, placed.pools, placed.rotations):
         plain = all(pool.is_contiguous() for pool in pools)
-        described = _describe_layer(x, layer, pools[0], None if which is None else rotations[which], act) if plain else None
+        described = _describe_layer(x, layer, pools, None if which is None else rotations[which], act) if plain else None
         if described is None:
             return None
         kept.append(described)
@@ -456,18 +458,19 @@ def _describe_layers(
 
 
 def _describe_layer(
-    x: Tensor, layer: Layer, pool: Tensor, rotation: tuple[Tensor, Tensor] | None, act: str | None
+    x: Tensor, layer: Layer, pools: Sequence[Tensor], rotation: tuple[Tensor, Tensor] | None, act: str | None
 ) -> native.Layer | None:
     """None where one of its parts has no kernel."""
     a, m = layer.attention, layer.mlp
-    grouped = _describe_grouped(x, a, pool, rotation) if isinstance(a, Grouped) else None
-    latent = _describe_latent(x, a, pool, rotation) if isinstance(a, Latent) else None
+    grouped = _describe_grouped(x, a, pools[0], rotation) if isinstance(a, Grouped) else None
+    latent = _describe_latent(x, a, pools[0], rotation) if isinstance(a, Latent) else None
+    delta = _describe_delta(x, a, pools[0]) if isinstance(a, Delta) else None
     experts = _describe_experts(m, act) if isinstance(m, Experts) else None
     dense = _describe_dense(m) if isinstance(m, Dense) else None
-    attention, mlp, norms = grouped or latent, experts or dense, (layer.input_norm, layer.post_norm)
+    attention, mlp, norms = grouped or latent or delta, experts or dense, (layer.input_norm, layer.post_norm)
     if attention is None or mlp is None or any(norm.dtype not in _DTYPES for norm in norms):
         return None
-    kept = [_vector(norm) for norm in norms], grouped, latent, experts, dense
+    kept = [_vector(norm) for norm in norms], grouped, latent, delta, experts, dense
     found = native.Layer(*kept[0], *map(_address, kept[1:]), layer.eps, _DTYPES[x.dtype])
     found.keep = kept
     return found
@@ -476,14 +479,18 @@ def _describe_layer(
 def _describe_grouped(
     x: Tensor, a: Grouped, keys: Tensor, rotation: tuple[Tensor, Tensor] | None
 ) -> native.Grouped | None:
-    rows, h = a.qkv[0][0].shape[0], a.heads
+    rows, h = a.qkv[0][0].shape[0] // (2 if a.gated else 1), a.heads
     described = _describe_projections([*a.qkv, a.output])
     heads = _describe_heads(x.new_empty(1, rows), keys, rotation, h)
     if described is None or heads is None or not _attends(x.dtype, keys):
         return None
     attended = _describe_attention(rows // keys.shape[3], keys, h.window, h.scale, h.sinks, _DTYPES[x.dtype])
-    found = native.Grouped(*described, ctypes.addressof(heads), ctypes.addressof(attended))
-    found.keep = heads, attended, described
+    norms = [_vector(norm) for norm in a.norms]
+    found = native.Grouped(
+        *described, ctypes.addressof(heads), ctypes.addressof(attended), (native.Vector * 2)(*norms),
+        (ctypes.c_int64 * 2)(*(0 if norm is None else len(norm) for norm in a.norms)), a.clip or 0.0, a.gated,
+    )  # fmt: skip
+    found.keep = heads, attended, described, norms
     return found
 
 
@@ -498,4 +505,18 @@ def _describe_latent(x: Tensor, a: Latent, entries: Tensor, rotation: tuple[Tens
     latents = native.Latents(heads, nope, made - nope, rank, shared, block_size, a.scale, _DTYPES[x.dtype])
     found = native.Latent(*described, *norms, up.data_ptr(), ctypes.addressof(latents), a.eps, a.interleaved)
     found.keep = described, norms, up, latents
+    return found
+
+
+def _describe_delta(x: Tensor, a: Delta, tails: Tensor) -> native.Delta | None:
+    s, weights = a.spec, (a.qkv, a.z, a.b, a.a, a.output)
+    places = [None if w is None else _place(w) for w in weights]
+    if 0 in places or tails.dtype != x.dtype:
+        return None
+    values = [v.contiguous() for v in (a.filter.T, a.rate, a.bias, a.norm)]
+    found = native.Delta(
+        *places, *(v.data_ptr() for v in values), s.key_heads, s.value_heads // s.key_heads, s.key_dim, s.value_dim,
+        s.kernel, a.eps, _DTYPES[x.dtype],
+    )  # fmt: skip
+    found.keep = values
     return found

@@ -132,6 +132,10 @@ void activate(float* gate, const float* up, int64_t n, Activation a) {
   });
 }
 
+void gate(float* x, const float* by, int64_t n) {
+  each(x, by, n, [](Lanes v, Lanes g) { return v * sigmoid(g); });
+}
+
 typedef float Quad __attribute__((vector_size(16)));
 
 // What an operation of two makes of all lanes.

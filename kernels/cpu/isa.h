@@ -110,6 +110,29 @@ struct Attend {
   void (*sums)(Rows rows, int64_t width, const float* factors, int64_t vectors, float* totals, int64_t apart);
 };
 
+// What a causal convolution has of n channels: the inputs before the newest one [kernel − 1, stride], which move on by
+// one, and its filter [kernel, stride].
+struct Past {
+  const float* filter;
+  void* tail;
+  int64_t kernel, stride;
+};
+
+// A token's query, key and value for a memory, of which it keeps a part; strength: of its correction.
+struct Recall {
+  const float *k, *q, *v;
+  float kept, strength;
+};
+
+// What a gated delta net does with one token, see runtime/delta_net.py.
+struct Delta {
+  // out = silu(convolution) of n channels, whose newest input is x of dtype, as is the tail.
+  void (*convolve)(const Past& past, const void* x, int32_t dtype, int64_t n, float* out);
+
+  // A memory [keys, values] moves on, and out [values] is what the query finds in it.
+  void (*recall)(float* memory, int64_t keys, int64_t values, const Recall& r, float* out);
+};
+
 struct Isa {
   const char* name;
 
@@ -125,6 +148,9 @@ struct Isa {
   // gate = activation(gate, up), n values each.
   void (*activate)(float* gate, const float* up, int64_t n, Activation activation);
 
+  // x = x · sigmoid(gate), n values each.
+  void (*gate)(float* x, const float* gate, int64_t n);
+
   // x = x · weight / sqrt(mean(x²) + eps), n values.
   void (*norm)(float* x, const float* weight, int64_t n, float eps);
 
@@ -137,6 +163,8 @@ struct Isa {
   uint64_t (*read)(const void* data, int64_t bytes);
 
   Attend attend;
+
+  Delta delta;
 
   const Tiles* tiles;  // null where there are none
 

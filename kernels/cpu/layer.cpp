@@ -53,20 +53,33 @@ tp_rotation rotation_of(const tp_placed_layer& placed, const Step& step) {
   return placed.rotation < 0 ? tp_rotation{nullptr, nullptr} : step.rotations[placed.rotation];
 }
 
+// What comes between projections of n values each and the heads: norms and a clip.
+void prepare(const tp_grouped& g, void* const (&parts)[3], const int64_t (&n)[3]) {
+  const int32_t dtype = g.heads->dtype;
+  for (int i = 0; i < 2 && g.norms[i].data; i++) {
+    rms_norm(parts[i], n[i] / g.normed[i], g.normed[i], dtype, g.norms[i], g.heads->eps, parts[i]);
+  }
+  for (int i = 0; i < 3 && g.clip != 0; i++) clip(parts[i], n[i], dtype, g.clip);
+}
+
 // x and out [tokens, h].
 void grouped(const tp_placed_layer& placed, const Step& step, const void* x, void* out) {
   const tp_grouped& g = *placed.layer->grouped;
   const tp_heads& heads = *g.heads;
   const int32_t dtype = heads.dtype;
   const int64_t width = step.tokens * heads.heads * heads.width, kv = step.tokens * heads.kv_heads * heads.width;
-  void *q = scratch(SLOT_ATTENTION, (2 * width + 2 * kv) * item_bytes(dtype)), *turned = at(q, dtype, width);
-  void *k = at(turned, dtype, width), *v = at(k, dtype, kv);
-  const Linear parts[] = {{g.weights[0], g.biases[0], q}, {g.weights[1], g.biases[1], k}, {g.weights[2], g.biases[2], v}};
+  void* q = scratch(SLOT_ATTENTION, (2 * width + 2 * kv + (g.gated ? 3 * width : 0)) * item_bytes(dtype));
+  void *turned = at(q, dtype, width), *k = at(turned, dtype, width), *v = at(k, dtype, kv);
+  void *gates = at(v, dtype, kv), *both = g.gated ? at(gates, dtype, width) : q;
+  const Linear parts[] = {{g.weights[0], g.biases[0], both}, {g.weights[1], g.biases[1], k}, {g.weights[2], g.biases[2], v}};
   linears(parts, 3, x, step.tokens, dtype);
+  if (g.gated) split(both, step.tokens * heads.heads, heads.width, dtype, q, gates);
+  prepare(g, {q, k, v}, {width, kv, kv});
   void *keys = placed.pools[0], *values = placed.pools[1];
   const tp_rotation by = rotation_of(placed, step);
   place_heads(heads, step.tokens, q, k, v, by.cosines, by.sines, step.slots, turned, keys, values);
   any_attention(*g.attention, step.layout, turned, keys, values, q);
+  if (g.gated) gate(q, gates, step.tokens, width / step.tokens, dtype);
   linear(*g.weights[3], q, step.tokens, dtype, g.biases[3], out);
 }
 
@@ -106,14 +119,23 @@ bool has_layer(const tp_layer& l, const tp_layout& layout) {
   return l.grouped ? has_attention(*l.grouped->attention, layout) : most_new(layout) <= FEW;
 }
 
+namespace {
+
+void attention_of(const tp_placed_layer& placed, const Step& step, const void* x, void* out) {
+  const tp_layer& l = *placed.layer;
+  if (l.grouped) grouped(placed, step, x, out);
+  else if (l.latent) latent(placed, step, x, out);
+  else delta(*l.delta, step.layout, x, placed.pools[0], static_cast<float*>(placed.pools[1]), out);
+}
+
+}  // namespace
+
 bool layer(const tp_placed_layer& placed, const Step& step, void* x) {
   const tp_layer& l = *placed.layer;
-  const int64_t h = (l.grouped ? l.grouped->weights[3] : l.latent->weights[3])->n, tokens = step.tokens;
+  const int64_t h = (l.experts ? l.experts->down : l.dense->weights[2])->n, tokens = step.tokens;
   void *y = scratch(SLOT_LAYER, 2 * tokens * h * item_bytes(l.dtype)), *z = at(y, l.dtype, tokens * h);
   rms_norm(x, tokens, h, l.dtype, l.input_norm, l.eps, y);
-  if (l.grouped) grouped(placed, step, y, z);
-  else latent(placed, step, y, z);
-
+  attention_of(placed, step, y, z);
   add_norm(x, z, tokens, h, l.dtype, l.post_norm, l.eps, x, y);
   if (l.dense) dense(*l.dense, y, tokens, l.dtype, z);
   else if (!routed(*l.experts, y, tokens, l.dtype, z)) return false;

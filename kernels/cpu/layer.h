@@ -3,6 +3,7 @@
 #include <cstdint>
 
 #include "attention.h"
+#include "delta.h"
 #include "latents.h"
 #include "small_ops.h"
 #include "weight.h"
@@ -26,12 +27,17 @@ struct tp_experts {
   const tp_weight* shared_gate;
 };
 
-// See ops.Grouped. Weights and biases of queries, keys, values and output.
+// See ops.Grouped. Weights and biases of queries, keys, values and output. norms: of queries and of keys, `normed` values
+// each; they are null, and clip 0, where there are none.
 struct tp_grouped {
   const tp_weight* weights[4];
   tp_vector biases[4];
   const tp_heads* heads;
   const tp_attention* attention;
+  tp_vector norms[2];
+  int64_t normed[2];
+  float clip;
+  int32_t gated;
 };
 
 // See ops.Latent. Weights and biases of q_down, q_up, kv_down and output; q_down is null where there is none.
@@ -45,11 +51,12 @@ struct tp_latent {
   int32_t interleaved;
 };
 
-// See ops.Layer. Norms [h]; one of grouped and latent, and one of experts and dense.
+// See ops.Layer. Norms [h]; one of grouped, latent and delta, and one of experts and dense.
 struct tp_layer {
   tp_vector input_norm, post_norm;
   const tp_grouped* grouped;
   const tp_latent* latent;
+  const tp_delta* delta;
   const tp_experts* experts;
   const tp_dense* dense;
   float eps;
@@ -61,7 +68,8 @@ struct tp_rotation {
   const float *cosines, *sines;
 };
 
-// With the rotation it takes, −1 for none, and what it keeps of tokens: keys and values, or entries.
+// With the rotation it takes, −1 for none, and what it keeps: of tokens keys and values, or entries; of sequences a delta
+// net's states.
 struct tp_placed_layer {
   const tp_layer* layer;
   int64_t rotation;

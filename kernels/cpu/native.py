@@ -21,7 +21,7 @@ from tutel_pack.spec import Moe
 LIBRARY = Path(os.environ.get("TUTEL_PACK_CPU_LIBRARY") or Path(__file__).resolve().parent / "libtutel_pack_cpu.so")
 """What the package's build makes where there is a compiler."""
 
-_INTERFACE = 9
+_INTERFACE = 10
 
 _BYTES, _P, _I32, _I64, _F32 = ctypes.c_char_p, ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_float
 _FUNCTIONS = {
@@ -200,7 +200,7 @@ class Heads(ctypes.Structure):
 class Layout(ctypes.Structure):
     """tp_layout of attention.h."""
 
-    _fields_ = [("sequences", _I64), ("starts", _P), ("lengths", _P), ("tables", _P)]
+    _fields_ = [("sequences", _I64), ("starts", _P), ("lengths", _P), ("tables", _P), ("states", _P)]
 
 
 class Attention(ctypes.Structure):
@@ -246,7 +246,10 @@ class Experts(ctypes.Structure):
 class Grouped(ctypes.Structure):
     """tp_grouped of layer.h."""
 
-    _fields_ = [("weights", _P * 4), ("biases", Vector * 4), ("heads", _P), ("attention", _P)]
+    _fields_ = [
+        ("weights", _P * 4), ("biases", Vector * 4), ("heads", _P), ("attention", _P), ("norms", Vector * 2),
+        ("normed", _I64 * 2), ("clip", _F32), ("gated", _I32),
+    ]  # fmt: skip
 
 
 class Latent(ctypes.Structure):
@@ -258,12 +261,22 @@ class Latent(ctypes.Structure):
     ]  # fmt: skip
 
 
+class Delta(ctypes.Structure):
+    """tp_delta of delta.h."""
+
+    _fields_ = [
+        ("qkv", _P), ("z", _P), ("b", _P), ("a", _P), ("output", _P), ("filter", _P), ("rate", _P), ("bias", _P),
+        ("norm", _P), ("key_heads", _I64), ("shared", _I64), ("key_dim", _I64), ("value_dim", _I64), ("kernel", _I64),
+        ("eps", _F32), ("dtype", _I32),
+    ]  # fmt: skip
+
+
 class Layer(ctypes.Structure):
     """tp_layer of layer.h."""
 
     _fields_ = [
-        ("input_norm", Vector), ("post_norm", Vector), ("grouped", _P), ("latent", _P), ("experts", _P), ("dense", _P),
-        ("eps", _F32), ("dtype", _I32),
+        ("input_norm", Vector), ("post_norm", Vector), ("grouped", _P), ("latent", _P), ("delta", _P), ("experts", _P),
+        ("dense", _P), ("eps", _F32), ("dtype", _I32),
     ]  # fmt: skip
 
 

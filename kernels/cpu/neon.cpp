@@ -1,6 +1,7 @@
 // NEON, which every 64-bit Arm processor has. A group is 32 columns; elements are float32 vectors of 4.
 #include <arm_neon.h>
 
+#include "delta_loops.h"
 #include "int8.h"
 
 namespace tp {

@@ -1,4 +1,5 @@
 // Plain C++, for any processor: what the other instruction sets are measured against.
+#include "delta_loops.h"
 #include "int8.h"
 
 namespace tp {

@@ -176,6 +176,34 @@ void swiglu(void* gate, const void* up, int64_t rows, int64_t n, int32_t dtype, 
   });
 }
 
+void gate(void* x, const void* gates, int64_t rows, int64_t n, int32_t dtype) {
+  for_each(rows, n, [&](int64_t i) {
+    float *y = values_of(n), *g = y + n;
+    isa().load(at(x, dtype, i * n), dtype, y, n);
+    isa().load(at(gates, dtype, i * n), dtype, g, n);
+    isa().gate(y, g, n);
+    isa().store(y, dtype, at(x, dtype, i * n), n);
+  });
+}
+
+void split(const void* x, int64_t rows, int64_t n, int32_t dtype, void* first, void* second) {
+  for_each(rows, 2 * n, [&](int64_t i) {
+    std::memcpy(at(first, dtype, i * n), at(x, dtype, 2 * i * n), n * item_bytes(dtype));
+    std::memcpy(at(second, dtype, i * n), at(x, dtype, (2 * i + 1) * n), n * item_bytes(dtype));
+  });
+}
+
+void clip(void* x, int64_t n, int32_t dtype, float limit) {
+  constexpr int64_t PIECE = 4096;
+  for_each(ceil_div(n, PIECE), PIECE, [&](int64_t i) {
+    const int64_t count = std::min(PIECE, n - i * PIECE);
+    float* y = values_of(count);
+    isa().load(at(x, dtype, i * PIECE), dtype, y, count);
+    for (int64_t j = 0; j < count; j++) y[j] = y[j] > limit ? limit : y[j] < -limit ? -limit : y[j];
+    isa().store(y, dtype, at(x, dtype, i * PIECE), count);
+  });
+}
+
 void widen(const void* x, int64_t rows, int64_t n, int32_t dtype, float* out) {
   for_each(rows, n, [&](int64_t i) { isa().load(at(x, dtype, i * n), dtype, out + i * n, n); });
 }

@@ -40,6 +40,15 @@ void add_norm(const void* x, const void* added, int64_t rows, int64_t n, int32_t
 // gate = activation(gate, up), both [rows, n] of dtype.
 void swiglu(void* gate, const void* up, int64_t rows, int64_t n, int32_t dtype, Activation activation);
 
+// x = x · sigmoid(gates), both [rows, n] of dtype.
+void gate(void* x, const void* gates, int64_t rows, int64_t n, int32_t dtype);
+
+// x [rows, 2, n] -> first and second [rows, n], all of dtype.
+void split(const void* x, int64_t rows, int64_t n, int32_t dtype, void* first, void* second);
+
+// n values of dtype, none beyond ±limit; NaN stays.
+void clip(void* x, int64_t n, int32_t dtype, float limit);
+
 // x [rows, n] of dtype as float32.
 void widen(const void* x, int64_t rows, int64_t n, int32_t dtype, float* out);
 

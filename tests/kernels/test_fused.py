@@ -245,7 +245,16 @@ def by_parts(ops: Ops, x: Tensor, layer: Layer, pools: list[Tensor], case: Atten
 
 
 def grouped(ops: Ops, x: Tensor, a: Grouped, pools: list[Tensor], case: Attention) -> Tensor:
-    return ops.linear(ops.attend(*ops.linears(x, a.qkv), *pools, case.layout, case.rotation, a.heads), *a.output)
+    q, k, v = ops.linears(x, a.qkv)
+    if a.gated:
+        q, gates = (part.flatten(1) for part in q.unflatten(1, (4, 2, 32)).unbind(2))
+    if a.norms[0] is not None:
+        parts = (part.unflatten(1, (-1, len(norm))) for part, norm in zip((q, k), a.norms))
+        q, k = (ops.rms_norm(part, norm, a.heads.eps).flatten(1) for part, norm in zip(parts, a.norms))
+    if a.clip is not None:
+        q, k, v = (part.clamp(-a.clip, a.clip) for part in (q, k, v))
+    heads = ops.attend(q, k, v, *pools, case.layout, case.rotation, a.heads)
+    return ops.linear((heads.float() * gates.float().sigmoid()).to(x.dtype) if a.gated else heads, *a.output)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -265,8 +274,41 @@ def test_layer(ops, name, mlp, dtype):
         assert not torch.equal(at_once(ops, x, swapped, pools[0], case), got)
 
 
-@pytest.mark.parametrize("mlp", ["experts", "gated", "dense"])
-def test_layers_of_prompts(ops, mlp):
+def with_more(layer: Layer, kind: str) -> Layer:
+    """With what some models do to queries, keys and values before or after their heads."""
+    a = layer.attention
+    if kind == "gated":
+        return replace(layer, attention=replace(a, qkv=((random_packed("fp8", (256, 96), seed=40), None), *a.qkv[1:]), gated=True))
+    sizes = (32, 32) if kind == "norms of heads" else (128, 64)
+    norms = tuple(1 + 0.3 * normal(n, dtype=torch.bfloat16, seed=n + i) for i, n in enumerate(sizes))
+    return replace(layer, attention=replace(a, norms=norms, clip=None if kind == "norms of all" else 0.8))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kind", ["gated", "norms of all", "norms of heads"])
+@pytest.mark.parametrize("name", ["turned", "all"])
+def test_layer_with_more(ops, name, kind, dtype):
+    case = Attention(dtype, **HEADS[name])
+    layer, x = with_more(layer_of(case, True), kind), normal(7, 96, dtype=dtype, seed=13)
+    pools = [[pool.clone() for pool in case.pools] for _ in range(3)]
+    got = at_once(ops, x, layer, pools[0], case)
+    assert (got is None) == (ops.name == "torch")
+    if got is not None:
+        assert_close(got, by_parts(ops, x, layer, pools[1], case))
+        assert all(torch.equal(a, b) for a, b in zip(*pools[:2]))
+        a = layer.attention
+        for changes in (
+            [{"qkv": ((random_packed("fp8", (256, 96), seed=41), None), *a.qkv[1:])}] if a.gated
+            else [{"norms": tuple(norm.flip(0) for norm in a.norms)}, {"clip": 0.4}]
+        ):  # fmt: skip
+            with pytest.raises(AssertionError):
+                assert_close(at_once(ops, x, replace(layer, attention=replace(a, **changes)), pools[2], case), got)
+
+
+@pytest.mark.parametrize(
+    "more, mlp", [*((None, mlp) for mlp in ("experts", "gated", "dense")), ("gated", "experts"), ("norms of all", "experts")]
+)
+def test_layers_of_prompts(ops, more, mlp):
     """At once where there is a matrix unit: a layer twice, with pools of its own each time."""
     rope, dtype = Rope(1e4, 32), torch.bfloat16
     case, x = Attention(dtype, normed=True, rope=rope, window=7, sinks=True), normal(21, 96, dtype=dtype, seed=13)
@@ -274,6 +316,7 @@ def test_layers_of_prompts(ops, mlp):
     case.layout = Layout([0, 1, 21], [71, 20], [torch.tensor([3, 1, 7, 0, 5]), torch.tensor([8, 2])], slots)
     case.rotation = Ops("torch").rotation(torch.tensor([70, *range(20)]), rope)
     layer, pools = layer_of(case, True, mlp), [[pool.clone() for pool in case.pools] for _ in range(4)]
+    layer = with_more(layer, more) if more else layer
     placed = PlacedLayers([layer, layer], pools[:2], [0, None])
     got = ops.layers(x, placed, [case.rotation], case.layout)
     assert (got is None) == (ops.name == "torch" or native.selected() not in WITH_TILES)

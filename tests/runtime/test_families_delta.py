@@ -11,11 +11,13 @@ import torch
 from transformers import Qwen3_5MoeForCausalLM, Qwen3_5MoeTextConfig, Qwen3NextConfig, Qwen3NextForCausalLM
 
 from tests.checkpoints import fp8_config, garbled, spread, to_fp8, write_checkpoint
+from tests.kernels.reference import ON_A_CPU
 from tutel_pack.artifact import Artifact
 from tutel_pack.convert.families import qwen3_5_moe, qwen3_next
 from tutel_pack.convert.pipeline import convert_checkpoint
 from tutel_pack.errors import InputError
 from tutel_pack.formats import FORMATS, PackedTensor
+from tutel_pack.kernels.cpu import native
 from tutel_pack.kernels.ops import Layout
 from tutel_pack.quant.codec import decode, encode
 from tutel_pack.runtime import delta_net
@@ -91,13 +93,16 @@ def make_model(kind: str, seed: int = 5, **options):
 class Pair:
     """transformers' model and ours on the same weights, projections packed."""
 
-    def __init__(self, variant: str, fmt: str = "mxfp4", **options):
+    def __init__(self, variant: str, fmt: str = "mxfp4", backend: str = "torch", **options):
         kind, changes = VARIANTS[variant]
+        self.backend = backend
         self.theirs = make_model(kind, **{**changes, **options})
         self.spec = MODELS[kind][2].spec(json.loads(json.dumps(self.theirs.config.to_dict())))
         self.weights = {}
         for name, p in self.theirs.named_parameters():
-            self.weights[name] = p.data
+            if backend == "cpu":  # whose kernels take no plain weights in float32
+                p.data.copy_(p.data.bfloat16())
+            self.weights[name] = p.data.bfloat16() if backend == "cpu" else p.data
             if name.endswith(PACKED):
                 segments = (p.shape[1] // 2,) * 2 if name.endswith("gate_up_proj") else p.shape[-2:-1]
                 self.weights[name] = encode(p.data, FORMATS[fmt], tuple(segments)).tensor
@@ -106,15 +111,18 @@ class Pair:
     def decoder(self, dtype=torch.float32, **changed) -> Decoder:
         """changed: weights, dots in their names as __."""
         weights = self.weights | {name.replace("__", "."): w for name, w in changed.items()}
-        return Decoder(self.spec, weights.__getitem__, "cpu", dtype, "torch")
+        return Decoder(self.spec, weights.__getitem__, "cpu", dtype, self.backend)
 
     def logits(self, ids: list[int]) -> torch.Tensor:
         return self.theirs(torch.tensor([ids])).logits[0]
 
 
-@pytest.fixture(scope="module", params=["next", "3.5"])
+@pytest.fixture(scope="module", params=[(v, b) for b in ON_A_CPU for v in ("next", "3.5")], ids="-".join)
 def pair(request) -> Pair:
-    return Pair(request.param)
+    variant, backend = request.param
+    if backend == "cpu" and not native.LIBRARY.exists():
+        pytest.skip("the native kernels were not built: there was no compiler")
+    return Pair(variant, backend=backend)
 
 
 def prompts(*lengths: int) -> list[list[int]]:
@@ -277,6 +285,22 @@ def test_greedy_tokens_are_those_of_transformers_alone_and_batched(pair):
     assert len({tuple(ids) for ids in expected}) == len(start) and min(len(set(ids)) for ids in expected) > 3
 
 
+def test_whole_layers_are_left_to_the_native_kernels(pair, monkeypatch):
+    """Of few new tokens; otherwise the tests here would say nothing about these kernels."""
+    first, second = prompts(20, 30)
+    run = Run(pair.decoder(), 2)
+    run([first[:12], second[:25]])
+    monkeypatch.setattr(delta_net, "delta_rule", None)
+    if pair.backend == "torch":
+        with pytest.raises(TypeError):
+            run([first[12:], second[25:26]])
+        return
+    eight, one = run([first[12:], second[25:26]])
+    assert worst(eight, pair.logits(first)[12:]) < LIMIT and worst(one, pair.logits(second)[25:26]) < LIMIT
+    _, four = run([[], second[26:]])
+    assert worst(four, pair.logits(second)[26:]) < LIMIT
+
+
 @pytest.mark.parametrize("chunk", [1, 3, 63, 64, 65])
 def test_chunked_prefill_is_prefill(pair, chunk):
     ids, = prompts(140 if chunk > 3 else 70)
@@ -386,16 +410,19 @@ def test_batches_without_slots_are_refused(pair):
 # Exactness
 
 
-def bfloat16_errors(variant: str, fmt: str, count: int, length: int, **options) -> tuple[torch.Tensor, torch.Tensor]:
-    """(ours, theirs): errors in bfloat16 against float64 at each position of prompts. Every token goes to all experts
-    here: nothing but rounding differs."""
+def bfloat16_errors(
+    variant: str, fmt: str, count: int, length: int, step: int | None = None, **options
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(ours, theirs): errors in bfloat16 against float64 at each position of prompts, of which ours runs `step` tokens at
+    a time. Every token goes to all experts here: nothing but rounding differs."""
     pair = Pair(variant, fmt, num_experts_per_tok=CONFIG["num_experts"], **options)
     # Plain weights are bfloat16 in a checkpoint, and no error of either.
     for w in pair.weights.values():
         if isinstance(w, torch.Tensor):
             w.copy_(w.bfloat16())
-    new = prompts(*[length] * count)
-    ours = torch.cat(Run(pair.decoder(torch.bfloat16), count, room=96)(new))
+    new, run, step = prompts(*[length] * count), Run(pair.decoder(torch.bfloat16), count, room=96), step or length
+    steps = [run([ids[at : at + step] for ids in new]) for at in range(0, length, step)]
+    ours = torch.cat([logits for pieces in zip(*steps) for logits in pieces])
     exact = pair.theirs.double()(torch.tensor(new)).logits.flatten(0, 1)
     return errors(ours, exact), errors(pair.theirs.bfloat16()(torch.tensor(new)).logits.flatten(0, 1), exact)
 
@@ -406,6 +433,16 @@ def test_bfloat16_is_as_exact_as_that_of_transformers(variant, fmt):
     """With an epsilon that is not nothing beside a memory's first answers: what is left of a vanishing product is rounding,
     and to norm that to 1 makes errors of any size in either model, such as another sign."""
     ours, theirs = bfloat16_errors(variant, fmt, 4, 80, rms_norm_eps=1e-3)
+    assert ours.mean() <= 1.5 * theirs.mean()
+    assert ours.max() <= 1.5 * theirs.max()
+
+
+@pytest.mark.skipif(not native.LIBRARY.exists(), reason="the native kernels were not built: there was no compiler")
+@pytest.mark.parametrize("step", [1, 8])
+@pytest.mark.parametrize("variant", ["next", "3.5"])
+@pytest.mark.parametrize("fmt", FORMATS_HERE)
+def test_bfloat16_is_as_exact_by_whole_layers(variant, fmt, step):
+    ours, theirs = bfloat16_errors(variant, fmt, 4, 80, step, backend="cpu", rms_norm_eps=1e-3)
     assert ours.mean() <= 1.5 * theirs.mean()
     assert ours.max() <= 1.5 * theirs.max()
 
