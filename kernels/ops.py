@@ -30,7 +30,7 @@ BACKENDS = {
 }
 """Name -> module, imported when chosen."""
 
-FUSED = ("linears", "add_norm", "attend", "attend_latents", "dense", "routed", "layers", "logits")
+FUSED = ("linears", "add_norm", "attend", "attend_latents", "delta_net", "dense", "routed", "layers", "logits")
 """Several operations in one call, which a backend need not have."""
 
 ACTS = {"fp8": "fp8", "mxfp8": "mxfp4", "nvfp4": "nvfp4"}
@@ -236,11 +236,21 @@ class PlacedLayers:
 
 def _holds(pools: Sequence[Tensor], attention: Grouped | Latent | Delta) -> bool:
     """Whether pools are such that a layer can keep there what it has."""
-    if not isinstance(attention, Delta):
-        return all(pool.shape == pools[0].shape and pool.dtype == pools[0].dtype for pool in pools)
-    s, (tails, memories) = attention.spec, pools
-    memory = (len(tails), s.key_heads, s.value_heads // s.key_heads, s.key_dim, s.value_dim)
-    return tails.shape[1:] == attention.filter.T[1:].shape and memories.shape == memory and memories.dtype == torch.float32
+    if isinstance(attention, Delta):
+        return _holds_states(*pools, attention)
+    return all(pool.shape == pools[0].shape and pool.dtype == pools[0].dtype for pool in pools)
+
+
+def _holds_states(tails: Tensor, memories: Tensor, delta: Delta) -> bool:
+    s, tail = delta.spec, delta.filter.T[1:].shape
+    memory = s.key_heads, s.value_heads // s.key_heads, s.key_dim, s.value_dim
+    return tails.shape[1:] == tail and memories.shape == (len(tails), *memory) and memories.dtype == torch.float32
+
+
+def _has_states(layout: Layout) -> bool:
+    """Whether every sequence has a slot."""
+    states = layout.states
+    return states is not None and states.dtype == torch.int64 and len(states) == len(layout.starts) - 1
 
 
 def get_ops(backend: str = "auto", device: torch.device | str = "cpu", act: str | None = None) -> Ops:
@@ -517,6 +527,18 @@ class Ops:
         _check(down_bias is None or down_bias.shape == (experts, h), "moe", down, down_bias)
         return self._backend.moe(x, ids, weights, gate_up, down, activation, gate_up_bias, down_bias) if x.numel() else x
 
+    def delta_net(self, x: Tensor, delta: Delta, tails: Tensor, memories: Tensor, layout: Layout) -> Tensor | None:
+        """x [T, H], normed, through a gated delta net -> [T, H]; None, and nothing is done, where the backend leaves it to
+        runtime.delta_net.
+
+        tails [slots, kernel − 1, C] and memories float32 [slots, G, R, K, V]: of the sequences in layout.states, brought
+        up to date.
+        """
+        fits = x.shape[1:] == delta.qkv.shape[1:] and layout.starts[-1] == len(x)
+        _check(fits and _holds_states(tails, memories, delta) and _has_states(layout), "delta_net", x, tails, memories)
+        fused = self._fused["delta_net"]
+        return fused(x, delta, tails, memories, layout) if fused and x.numel() else None
+
     def dense(self, x: Tensor, dense: Dense) -> Tensor:
         """down · activation(gate · x, up · x), each with its bias, of x [T, H] -> [T, H]."""
         if self._fused["dense"] and x.numel():
@@ -557,9 +579,7 @@ class Ops:
         fits = x.ndim == 2 and layout.slots.shape == x.shape[:1] and placed.layers[0].input_norm.shape == x.shape[1:]
         angles = [part for rotation in rotations for part in rotation]
         fits = fits and layout.slots.dtype == torch.int64 and all(len(part) == len(x) for part in angles)
-        if placed.stateful:
-            states = layout.states
-            fits = fits and states is not None and states.dtype == torch.int64 and len(states) == len(layout.lengths)
+        fits = fits and (not placed.stateful or _has_states(layout))
         _check(fits, "layers", x, layout.slots, *angles)
         fused = self._fused["layers"]
         return fused(x, placed, rotations, layout) if fused and x.numel() else None

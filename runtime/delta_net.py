@@ -58,6 +58,9 @@ class GatedDeltaNet:
         rotations: not used, positions are in the decay.
         """
         spec, parts, states = self._spec, self.whole, cache.sequences[self._layer]
+        done = self._ops.delta_net(x, parts, states["tail"], states["memory"], layout)
+        if done is not None:
+            return done
         mixed, z, b, a = self._grouped(x) if spec.grouped else self._separate(x)
         mixed = F.silu(convolve(mixed, parts.filter, states["tail"], layout))
         keys, heads = spec.key_heads * spec.key_dim, (spec.key_heads, spec.value_heads // spec.key_heads)

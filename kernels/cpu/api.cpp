@@ -207,6 +207,14 @@ int32_t tp_attend_latents(const tp_latents* l, const tp_layout* layout, const vo
   });
 }
 
+int32_t tp_delta_net(const tp_delta* d, const tp_layout* layout, const void* x, void* tails, float* memories,
+                     void* out) {
+  return guarded([&] {
+    delta(*d, *layout, x, tails, memories, out);
+    return TP_OK;
+  });
+}
+
 int32_t tp_dense_step(const tp_dense* d, const void* x, int64_t tokens, int32_t dtype, void* out) {
   return guarded([&] {
     dense(*d, x, tokens, dtype, out);

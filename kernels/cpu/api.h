@@ -56,6 +56,10 @@ int32_t tp_attend(const tp_attention* attention, const tp_layout* layout, const 
 int32_t tp_attend_latents(const tp_latents* latents, const tp_layout* layout, const void* q, const void* entries,
                           const void* up, const int64_t* const* picks, int64_t top, void* out);
 
+// See Ops.delta_net. States as for delta().
+int32_t tp_delta_net(const tp_delta* delta, const tp_layout* layout, const void* x, void* tails, float* memories,
+                     void* out);
+
 // See Ops.dense, Ops.routed and Ops.layers; TP_UNKNOWN, and nothing is done, where layers have no kernel.
 int32_t tp_dense_step(const tp_dense* dense, const void* x, int64_t tokens, int32_t dtype, void* out);
 int32_t tp_routed(const tp_experts* experts, const void* x, int64_t tokens, int32_t dtype, void* out);

@@ -14,6 +14,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import partial
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -45,7 +46,7 @@ from tutel_pack.spec import ClampedSwiglu, Moe, Swiglu
 
 _library = native.library()
 _linear, _linears, _moe = _library.tp_linear, _library.tp_linears, _library.tp_moe
-_dense, _routed = _library.tp_dense_step, _library.tp_routed
+_dense, _routed, _delta_net = _library.tp_dense_step, _library.tp_routed, _library.tp_delta_net
 _rms_norm, _add_norm = _library.tp_rms_norm, _library.tp_add_norm
 _route, _place_heads = _library.tp_route, _library.tp_place_heads
 _attend, _attend_latents = _library.tp_attend, _library.tp_attend_latents
@@ -214,7 +215,7 @@ def route(logits: Tensor, spec: Moe, correction: Tensor | None) -> tuple[Tensor,
     return ids, weights
 
 
-_layers: dict[str | None, weakref.WeakKeyDictionary[Heads | Dense | Experts | PlacedLayers, ctypes.Structure | None]]
+_layers: dict[str | None, weakref.WeakKeyDictionary[Heads | Delta | Dense | Experts | PlacedLayers, Any]]
 _layers = defaultdict(weakref.WeakKeyDictionary)
 """What is the same for all tokens of a layer, described once, by what enters its experts as."""
 
@@ -348,6 +349,22 @@ def _describe_heads(q: Tensor, keys: Tensor, rotation: tuple[Tensor, Tensor] | N
 def _made_for(q: Tensor, keys: Tensor, rotation: tuple[Tensor, Tensor] | None) -> tuple:
     """What the description of a layer's heads depends on, beside the Heads."""
     return q.dtype, q.shape[1], keys.shape[1:], rotation[0].shape[1] if rotation else 0
+
+
+def delta_net(x: Tensor, delta: Delta, tails: Tensor, memories: Tensor, layout: Layout) -> Tensor | None:
+    made_for = x.dtype, tails.dtype
+    place = _layers[None].get(delta)
+    if place is None or place.made_for != made_for:
+        place = SimpleNamespace(made_for=made_for, delta=_describe_delta(x, delta, tails))
+        _layers[None][delta] = place
+    if place.delta is None or not (tails.is_contiguous() and memories.is_contiguous()):
+        return None
+    x, out = x.contiguous(), torch.empty_like(x, memory_format=torch.contiguous_format)
+    _check(_delta_net(
+        ctypes.addressof(place.delta), _layout(layout).address, x.data_ptr(), tails.data_ptr(), memories.data_ptr(),
+        out.data_ptr(),
+    ))  # fmt: skip
+    return out
 
 
 def dense(x: Tensor, dense: Dense) -> Tensor | None:
@@ -511,7 +528,7 @@ def _describe_latent(x: Tensor, a: Latent, entries: Tensor, rotation: tuple[Tens
 def _describe_delta(x: Tensor, a: Delta, tails: Tensor) -> native.Delta | None:
     s, weights = a.spec, (a.qkv, a.z, a.b, a.a, a.output)
     places = [None if w is None else _place(w) for w in weights]
-    if 0 in places or tails.dtype != x.dtype:
+    if 0 in places or tails.dtype != x.dtype or x.dtype not in _DTYPES:
         return None
     values = [v.contiguous() for v in (a.filter.T, a.rate, a.bias, a.norm)]
     found = native.Delta(

@@ -60,33 +60,72 @@ class Projections {
 
 float softplus(float x) { return x > 20 ? x : std::log1p(std::exp(x)); }
 
-// One key head's share of a token: out [shared, value_dim] of d.dtype; its states move on.
-void recall(const tp_delta& d, int64_t head, const Inputs& in, void* tail, float* memory, void* out) {
+constexpr int64_t PIECE = 32;  // tokens of a key head that are worked on together
+
+// What up to PIECE tokens have of a key head, once convolved: k and q [tokens, keys], v and what is found [tokens, values].
+struct Head {
+  float *k, *q, *v, *found, *scales, *gate;
+
+  explicit Head(const tp_delta& d) {
+    const int64_t keys = d.key_dim, values = d.shared * d.value_dim;
+    k = static_cast<float*>(scratch(SLOT_PRODUCTS, (PIECE * 2 * (keys + values) + keys + d.value_dim) * sizeof(float)));
+    q = k + PIECE * keys;
+    v = q + PIECE * keys;
+    found = v + PIECE * values;
+    scales = found + PIECE * values;
+    gate = scales + keys;
+  }
+};
+
+// Token number i of a piece: its inputs, through the convolution.
+void convolve(const tp_delta& d, int64_t head, const Inputs& in, void* tail, const Head& h, int64_t i) {
   const int64_t keys = d.key_dim, values = d.shared * d.value_dim, all = d.key_heads * keys;
-  float* q = static_cast<float*>(scratch(SLOT_PRODUCTS, (3 * keys + values + 2 * d.value_dim) * sizeof(float)));
-  float *k = q + keys, *v = k + keys, *scales = v + values, *asked = scales + keys, *gate = asked + d.value_dim;
-  const auto convolve = [&](int64_t channel, const void* x, int64_t n, float* to) {
-    isa().delta.convolve({d.filter + channel, at(tail, d.dtype, channel), d.kernel, 2 * all + d.key_heads * values},
-                         x, d.dtype, n, to);
+  const auto channels = [&](int64_t first, const void* x, int64_t n, float* to) {
+    const Past past{d.filter + first, at(tail, d.dtype, first), d.kernel, 2 * all + d.key_heads * values};
+    isa().delta.convolve(past, x, d.dtype, n, to);
   };
-  convolve(head * keys, in.q, keys, q);
-  convolve(all + head * keys, in.k, keys, k);
-  convolve(2 * all + head * values, in.v, values, v);
+  float *k = h.k + i * keys, *q = h.q + i * keys;
+  channels(head * keys, in.q, keys, q);
+  channels(all + head * keys, in.k, keys, k);
+  channels(2 * all + head * values, in.v, values, h.v + i * values);
   // A norm divides by the root of the mean square; of the sum it is here, and q is scaled like a query.
   const float size = static_cast<float>(keys), eps = L2_EPS / size;
-  std::fill(scales, scales + keys, 1 / size);
-  isa().norm(q, scales, keys, eps);
-  std::fill(scales, scales + keys, 1 / std::sqrt(size));
-  isa().norm(k, scales, keys, eps);
-  for (int64_t i = 0; i < d.shared; i++) {
-    const int64_t value_head = head * d.shared + i;
-    const float kept = std::exp(-d.rate[value_head] * softplus(in.a[i] + d.bias[value_head]));
-    const float strength = 1 / (1 + std::exp(-in.b[i]));
-    isa().delta.recall(memory + i * keys * d.value_dim, keys, d.value_dim, {k, q, v + i * d.value_dim, kept, strength}, asked);
-    isa().norm(asked, d.norm, d.value_dim, d.eps);
-    isa().load(at(in.z, d.dtype, i * d.value_dim), d.dtype, gate, d.value_dim);
-    isa().activate(gate, asked, d.value_dim, {0, 1, 0});
+  std::fill(h.scales, h.scales + keys, 1 / size);
+  isa().norm(q, h.scales, keys, eps);
+  std::fill(h.scales, h.scales + keys, 1 / std::sqrt(size));
+  isa().norm(k, h.scales, keys, eps);
+}
+
+// What was found, normed and gated by z: out [shared, value_dim] of d.dtype.
+void finish(const tp_delta& d, const void* z, float* found, float* gate, void* out) {
+  for (int64_t i = 0; i < d.shared; i++, found += d.value_dim) {
+    isa().norm(found, d.norm, d.value_dim, d.eps);
+    isa().load(at(z, d.dtype, i * d.value_dim), d.dtype, gate, d.value_dim);
+    isa().activate(gate, found, d.value_dim, {0, 1, 0});
     isa().store(gate, d.dtype, at(out, d.dtype, i * d.value_dim), d.value_dim);
+  }
+}
+
+// Tokens first … last − 1 of a sequence, at most PIECE, through one key head; heads [tokens, heads, value_dim] of d.dtype.
+void pass(const tp_delta& d, const Projections& projections, int64_t head, int64_t first, int64_t last, void* tail,
+          float* memory, void* heads) {
+  const int64_t n = last - first, values = d.shared * d.value_dim;
+  const Head h(d);
+  for (int64_t i = 0; i < n; i++) convolve(d, head, projections.of(first + i, head), tail, h, i);
+  for (int64_t s = 0; s < d.shared; s++) {
+    const int64_t value_head = head * d.shared + s, at_head = s * d.value_dim;
+    float kept[PIECE], strengths[PIECE];
+    for (int64_t i = 0; i < n; i++) {
+      const Inputs in = projections.of(first + i, head);
+      kept[i] = std::exp(-d.rate[value_head] * softplus(in.a[s] + d.bias[value_head]));
+      strengths[i] = 1 / (1 + std::exp(-in.b[s]));
+    }
+    isa().delta.recall(memory + at_head * d.key_dim, {n, d.key_dim, d.value_dim, values, h.k, h.q, h.v + at_head, kept,
+                                                      strengths, h.found + at_head});
+  }
+  for (int64_t i = 0; i < n; i++) {
+    void* out = at(heads, d.dtype, ((first + i) * d.key_heads + head) * values);
+    finish(d, projections.of(first + i, head).z, h.found + i * values, h.gate, out);
   }
 }
 
@@ -94,17 +133,18 @@ void recall(const tp_delta& d, int64_t head, const Inputs& in, void* tail, float
 
 void delta(const tp_delta& d, const tp_layout& layout, const void* x, void* tails, float* memories, void* out) {
   const int64_t tokens = layout.starts[layout.sequences], values = d.shared * d.value_dim;
-  const int64_t channels = d.key_heads * (2 * d.key_dim + values), memory = d.key_dim * values;
+  const int64_t channels = d.key_heads * (2 * d.key_dim + values);
   const Projections projections(d, x, tokens);
   void* heads = scratch(SLOT_FEED_FORWARD, tokens * d.key_heads * values * item_bytes(d.dtype));
   run([&](const Member& me) {
     int64_t first, last;
-    me.share(layout.sequences * d.key_heads, 1, first, last);
+    me.share(layout.sequences * d.key_heads, 1, first, last);  // some heads of all sequences, which may be of any length
     for (; first < last; first++) {
-      const int64_t s = first / d.key_heads, head = first % d.key_heads, slot = layout.states[s];
-      for (int64_t t = layout.starts[s]; t < layout.starts[s + 1]; t++) {
-        recall(d, head, projections.of(t, head), at(tails, d.dtype, slot * (d.kernel - 1) * channels),
-               memories + (slot * d.key_heads + head) * memory, at(heads, d.dtype, (t * d.key_heads + head) * values));
+      const int64_t s = first % layout.sequences, head = first / layout.sequences, slot = layout.states[s];
+      void* tail = at(tails, d.dtype, slot * (d.kernel - 1) * channels);
+      float* memory = memories + (slot * d.key_heads + head) * d.key_dim * values;
+      for (int64_t t = layout.starts[s], end = layout.starts[s + 1]; t < end; t += PIECE) {
+        pass(d, projections, head, t, std::min(t + PIECE, end), tail, memory, heads);
       }
     }
   });

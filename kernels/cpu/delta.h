@@ -1,4 +1,4 @@
-// A gated delta net for few new tokens: see runtime/delta_net.py, which has the formulas.
+// A gated delta net: see runtime/delta_net.py, which has the formulas.
 #pragma once
 #include <cstdint>
 

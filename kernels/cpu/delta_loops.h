@@ -1,6 +1,7 @@
 // The loops of a gated delta net, compiled for each instruction set.
 #pragma once
 #include "elementwise.h"
+#include "threads.h"
 
 namespace tp {
 namespace {
@@ -27,43 +28,69 @@ void convolve(const Past& past, const void* x, int32_t dtype, int64_t n, float* 
   }
 }
 
-// Columns of a memory that C registers hold, or the first n of a register's. They are read once from where they are, and
-// once more from the first cache: what is asked for is put together from what there was.
+inline float product(const float* x, const float* y, int64_t n) {
+  Lanes sums{};
+  int64_t i = 0;
+  for (; i + REGISTER <= n; i += REGISTER) sums += lanes(x + i) * lanes(y + i);
+  return sum_of(sums + lanes(x + i, n - i) * lanes(y + i, n - i));
+}
+
+// Columns of a memory that C registers hold, or the first n of a register's; its rows lie `stride` apart. What a query
+// finds is put together from what there was before its token, so every token passes over the memory once.
 template <int C>
-void recall_columns(float* memory, int64_t keys, int64_t stride, int64_t n, const Recall& r, const float* v, float* out) {
+void recall_columns(float* memory, int64_t stride, const Recall& r, int64_t column, int64_t n) {
   const auto get = [n](const float* p) { return C == 1 ? lanes(p, n) : lanes(p); };
   const auto put = [n](float* p, const Lanes& x) { std::memcpy(p, &x, C == 1 ? n * sizeof(float) : sizeof x); };
   Lanes known[C] = {}, asked[C] = {}, change[C];
-  float met = 0;
-  for (int64_t i = 0; i < keys; i++) {
+  for (int64_t i = 0; i < r.keys; i++) {
 #pragma GCC unroll 4
     for (int c = 0; c < C; c++) {
       const Lanes row = get(memory + i * stride + c * REGISTER);
       known[c] += row * r.k[i];
       asked[c] += row * r.q[i];
     }
-    met += r.k[i] * r.q[i];
   }
-#pragma GCC unroll 4
-  for (int c = 0; c < C; c++) {
-    change[c] = (get(v + c * REGISTER) - known[c] * r.kept) * r.strength;
-    put(out + c * REGISTER, asked[c] * r.kept + change[c] * met);
-  }
-  for (int64_t i = 0; i < keys; i++) {
+  for (int64_t t = 0; t < r.tokens; t++) {
+    const float *k = r.k + t * r.keys, *q = r.q + t * r.keys, kept = r.kept[t], met = product(k, q, r.keys);
 #pragma GCC unroll 4
     for (int c = 0; c < C; c++) {
-      float* row = memory + i * stride + c * REGISTER;
-      put(row, get(row) * r.kept + change[c] * r.k[i]);
+      const int64_t place = t * r.apart + column + c * REGISTER;
+      change[c] = (get(r.v + place) - known[c] * kept) * r.strengths[t];
+      put(r.found + place, asked[c] * kept + change[c] * met);
+      known[c] = asked[c] = Lanes{};
+    }
+    const bool last = t + 1 == r.tokens;
+    const float *next_k = last ? k : k + r.keys, *next_q = last ? q : q + r.keys;
+    for (int64_t i = 0; i < r.keys; i++) {
+#pragma GCC unroll 4
+      for (int c = 0; c < C; c++) {
+        float* to = memory + i * stride + c * REGISTER;
+        const Lanes row = get(to) * kept + change[c] * k[i];
+        put(to, row);
+        known[c] += row * next_k[i];
+        asked[c] += row * next_q[i];
+      }
     }
   }
 }
 
-void recall(float* memory, int64_t keys, int64_t values, const Recall& r, float* out) {
-  int64_t i = 0;
-  for (; i + 4 * REGISTER <= values; i += 4 * REGISTER) recall_columns<4>(memory + i, keys, values, 0, r, r.v + i, out + i);
-  for (; i < values; i += REGISTER) {
-    const int64_t n = values - i < REGISTER ? values - i : REGISTER;
-    recall_columns<1>(memory + i, keys, values, n, r, r.v + i, out + i);
+// Columns of many tokens are worked on elsewhere, without the gaps between them, for which the first cache has no room.
+template <int C>
+void recall_elsewhere(float* memory, const Recall& r, int64_t column, int64_t n) {
+  constexpr int64_t WIDTH = C * REGISTER;
+  if (r.tokens == 1) return recall_columns<C>(memory + column, r.values, r, column, n);
+  float* copy = static_cast<float*>(scratch(SLOT_SUMS, r.keys * WIDTH * sizeof(float)));
+  for (int64_t i = 0; i < r.keys; i++) std::memcpy(copy + i * WIDTH, memory + i * r.values + column, n * sizeof(float));
+  recall_columns<C>(copy, WIDTH, r, column, n);
+  for (int64_t i = 0; i < r.keys; i++) std::memcpy(memory + i * r.values + column, copy + i * WIDTH, n * sizeof(float));
+}
+
+void recall(float* memory, const Recall& r) {
+  constexpr int64_t WIDTH = TOGETHER * REGISTER;
+  int64_t column = 0;
+  for (; column + WIDTH <= r.values; column += WIDTH) recall_elsewhere<TOGETHER>(memory, r, column, WIDTH);
+  for (; column < r.values; column += REGISTER) {
+    recall_elsewhere<1>(memory, r, column, r.values - column < REGISTER ? r.values - column : REGISTER);
   }
 }
 

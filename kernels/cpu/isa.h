@@ -118,19 +118,21 @@ struct Past {
   int64_t kernel, stride;
 };
 
-// A token's query, key and value for a memory, of which it keeps a part; strength: of its correction.
+// What tokens that follow each other bring to a memory [keys, values]: keys and queries [tokens, keys]; values, and what the
+// queries find, lie `apart`. Each token keeps a part of the memory; strengths: of its corrections.
 struct Recall {
-  const float *k, *q, *v;
-  float kept, strength;
+  int64_t tokens, keys, values, apart;
+  const float *k, *q, *v, *kept, *strengths;
+  float* found;
 };
 
-// What a gated delta net does with one token, see runtime/delta_net.py.
+// What a gated delta net does, see runtime/delta_net.py.
 struct Delta {
   // out = silu(convolution) of n channels, whose newest input is x of dtype, as is the tail.
   void (*convolve)(const Past& past, const void* x, int32_t dtype, int64_t n, float* out);
 
-  // A memory [keys, values] moves on, and out [values] is what the query finds in it.
-  void (*recall)(float* memory, int64_t keys, int64_t values, const Recall& r, float* out);
+  // A memory moves on.
+  void (*recall)(float* memory, const Recall& r);
 };
 
 struct Isa {

@@ -116,7 +116,7 @@ void latent(const tp_placed_layer& placed, const Step& step, const void* x, void
 }  // namespace
 
 bool has_layer(const tp_layer& l, const tp_layout& layout) {
-  return l.grouped ? has_attention(*l.grouped->attention, layout) : most_new(layout) <= FEW;
+  return l.grouped ? has_attention(*l.grouped->attention, layout) : l.delta || most_new(layout) <= FEW;
 }
 
 namespace {

@@ -40,6 +40,7 @@ _FUNCTIONS = {
     "tp_place_heads": (_I32, (_P, _I64, _P, _P, _P, _P, _P, _P, _P, _P, _P)),
     "tp_attend": (_I32, (_P, _P, _P, _P, _P, _P)),
     "tp_attend_latents": (_I32, (_P, _P, _P, _P, _P, _P, _I64, _P)),
+    "tp_delta_net": (_I32, (_P, _P, _P, _P, _P, _P)),
     "tp_dense_step": (_I32, (_P, _P, _I64, _I32, _P)),
     "tp_routed": (_I32, (_P, _P, _I64, _I32, _P)),
     "tp_layers": (_I32, (_I64, _P, _P, _P, _P, _I64, _P)),

@@ -285,20 +285,16 @@ def test_greedy_tokens_are_those_of_transformers_alone_and_batched(pair):
     assert len({tuple(ids) for ids in expected}) == len(start) and min(len(set(ids)) for ids in expected) > 3
 
 
-def test_whole_layers_are_left_to_the_native_kernels(pair, monkeypatch):
-    """Of few new tokens; otherwise the tests here would say nothing about these kernels."""
-    first, second = prompts(20, 30)
-    run = Run(pair.decoder(), 2)
-    run([first[:12], second[:25]])
+def test_the_native_kernels_leave_nothing_to_torch(pair, monkeypatch):
+    """Otherwise the tests here would say nothing about them."""
     monkeypatch.setattr(delta_net, "delta_rule", None)
+    ids, = prompts(30)
+    run = Run(pair.decoder(), 1)
     if pair.backend == "torch":
         with pytest.raises(TypeError):
-            run([first[12:], second[25:26]])
-        return
-    eight, one = run([first[12:], second[25:26]])
-    assert worst(eight, pair.logits(first)[12:]) < LIMIT and worst(one, pair.logits(second)[25:26]) < LIMIT
-    _, four = run([[], second[26:]])
-    assert worst(four, pair.logits(second)[26:]) < LIMIT
+            run([ids])
+    else:
+        assert worst(run([ids])[0], pair.logits(ids)) < LIMIT
 
 
 @pytest.mark.parametrize("chunk", [1, 3, 63, 64, 65])
@@ -438,10 +434,10 @@ def test_bfloat16_is_as_exact_as_that_of_transformers(variant, fmt):
 
 
 @pytest.mark.skipif(not native.LIBRARY.exists(), reason="the native kernels were not built: there was no compiler")
-@pytest.mark.parametrize("step", [1, 8])
+@pytest.mark.parametrize("step", [1, 8, 80])
 @pytest.mark.parametrize("variant", ["next", "3.5"])
 @pytest.mark.parametrize("fmt", FORMATS_HERE)
-def test_bfloat16_is_as_exact_by_whole_layers(variant, fmt, step):
+def test_bfloat16_is_as_exact_by_native_kernels(variant, fmt, step):
     ours, theirs = bfloat16_errors(variant, fmt, 4, 80, step, backend="cpu", rms_norm_eps=1e-3)
     assert ours.mean() <= 1.5 * theirs.mean()
     assert ours.max() <= 1.5 * theirs.max()
@@ -564,7 +560,8 @@ def test_from_a_checkpoint_to_tokens(tmp_path, variant, options, skipped, fmt):
             p.data.copy_(decode(stored))
     model = load_packed(tmp_path / "packed", "cpu", torch.float32)
     ids = prompts(90, 90)
-    logits, expected = model.forward(torch.tensor(ids)), theirs(torch.tensor(ids)).logits
+    # In float64: where a vanishing product is normed, their float32 is off by as much as the limit.
+    logits, expected = model.forward(torch.tensor(ids)), copy.deepcopy(theirs).double()(torch.tensor(ids)).logits
     assert worst(logits.flatten(0, 1), expected.flatten(0, 1)) < LIMIT
     assert model.generate(ids[0], max_new_tokens=8).tokens == generated(theirs, ids[0], 8)
 
