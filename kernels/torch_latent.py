@@ -7,7 +7,7 @@ keys and values of every head are made first, and heads are narrower. The first 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -26,8 +26,10 @@ _SCORES = 1 << 22
 
 
 def latent_attention(
-    q: Tensor, entries: Tensor, up: Tensor, layout: Layout, scale: float, picks: Sequence[Tensor | None] | None
-) -> Tensor:
+    q: Tensor, entries: Tensor, up: Tensor, layout: Layout, scale: float, picks: Sequence[Tensor | None] | None,
+    attend: Callable[..., Tensor] | None = None,
+) -> Tensor:  # fmt: skip
+    """attend: what attends to expanded keys and values, as attend_heads, which it is if None."""
     heads, made, rank = up.shape
     out = q.new_empty(len(q), heads, made - (q.shape[2] - entries.shape[-1] + rank))
     for s, new, past in _sequences(layout):
@@ -37,8 +39,10 @@ def latent_attention(
             seen, past, picked = _at(entries, table, picked[0]), picked.shape[1] - 1, None
         else:
             seen = _stored(entries, table, layout.lengths[s])
-        attend = absorbed if _absorbing_is_cheaper(new.stop - new.start, len(seen), made, rank) else expanded
-        attend(q[new], seen, up, past, scale, picked, out[new])
+        if _absorbing_is_cheaper(new.stop - new.start, len(seen), made, rank):
+            absorbed(q[new], seen, up, past, scale, picked, out[new])
+        else:
+            expanded(q[new], seen, up, past, scale, picked, out[new], attend or attend_heads)
     return out
 
 
@@ -84,23 +88,34 @@ def absorbed(q: Tensor, seen: Tensor, up: Tensor, past: int, scale: float, picke
         out[first:last] = (latents @ value_up).transpose(0, 1)
 
 
-def expanded(q: Tensor, seen: Tensor, up: Tensor, past: int, scale: float, picked: Tensor | None, out: Tensor) -> None:
-    """The same as `absorbed`, by the keys and values of every head."""
+def expanded(
+    q: Tensor, seen: Tensor, up: Tensor, past: int, scale: float, picked: Tensor | None, out: Tensor,
+    attend: Callable[..., Tensor],
+) -> None:  # fmt: skip
+    """The same as `absorbed`, by the keys and values of every head. attend: see attend_heads."""
     rank, v = up.shape[2], out.shape[2]
     nope, width = q.shape[2] - seen.shape[1] + rank, max(q.shape[2], v)
     for low, high in _steps(len(up), _EXPANDED // (len(seen) * width)):
-        made = torch.einsum("lr,hnr->hln", seen[:, :rank], up[low:high])
-        rotated = seen[:, rank:].expand(high - low, -1, -1)
-        # Of one width, for which torch has the better kernels; the zeros add nothing.
+        made = F.linear(seen[:, :rank], up[low:high].flatten(0, 1)).unflatten(1, (high - low, -1))
+        rotated = seen[:, None, rank:].expand(-1, high - low, -1)
+        # Of one width, for which there are the better kernels; the zeros add nothing.
         keys = _widened(torch.cat([made[..., :nope], rotated], dim=-1), width)
         values = _widened(made[..., nope:], width)
-        queries = _widened(q[:, low:high].transpose(0, 1), width)
-        for first, last in _steps(len(q), _QUERIES):
-            mask, end = _mask(first, last, past, picked, q.device), past + last
-            heads = F.scaled_dot_product_attention(
-                queries[None, :, first:last], keys[None, :, :end], values[None, :, :end], mask, scale=scale
-            )
-            out[first:last, low:high] = heads[0, ..., :v].transpose(0, 1)
+        out[:, low:high] = attend(_widened(q[:, low:high], width), keys, values, past, scale, picked)[..., :v]
+
+
+def attend_heads(
+    q: Tensor, keys: Tensor, values: Tensor, past: int, scale: float, picked: Tensor | None
+) -> Tensor:  # fmt: skip
+    """q [Q, h, D], keys and values [L, h, D], of the positions and with the picks that `absorbed` has -> [Q, h, D]."""
+    out, (queries, keys, values) = torch.empty_like(q), (t.transpose(0, 1)[None] for t in (q, keys, values))
+    for first, last in _steps(len(q), _QUERIES):
+        mask, end = _mask(first, last, past, picked, q.device), past + last
+        heads = F.scaled_dot_product_attention(
+            queries[:, :, first:last], keys[:, :, :end], values[:, :, :end], mask, scale=scale
+        )
+        out[first:last] = heads[0].transpose(0, 1)
+    return out
 
 
 def _widened(x: Tensor, width: int) -> Tensor:

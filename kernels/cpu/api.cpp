@@ -198,6 +198,8 @@ int32_t tp_attend(const tp_attention* a, const tp_layout* layout, const void* q,
   return guarded([&] { return any_attention(*a, *layout, q, keys, values, out) ? TP_OK : TP_UNKNOWN; });
 }
 
+int32_t tp_attends(const tp_attention* a, const tp_layout* layout) { return has_attention(*a, *layout); }
+
 int32_t tp_attend_latents(const tp_latents* l, const tp_layout* layout, const void* q, const void* entries,
                           const void* up, const int64_t* const* picks, int64_t top, void* out) {
   return guarded([&] {

@@ -51,6 +51,9 @@ int32_t tp_place_heads(const tp_heads* heads, int64_t tokens, const void* q, con
 int32_t tp_attend(const tp_attention* attention, const tp_layout* layout, const void* q, const void* keys,
                   const void* values, void* out);
 
+// Whether it has one.
+int32_t tp_attends(const tp_attention* attention, const tp_layout* layout);
+
 // See Ops.latent_attention; TP_UNKNOWN for more than FEW new tokens of a sequence. picks: of each sequence
 // [new tokens, top], or null; or null for all.
 int32_t tp_attend_latents(const tp_latents* latents, const tp_layout* layout, const void* q, const void* entries,

@@ -35,6 +35,7 @@ from tutel_pack.kernels.ops import (
     Projection,
     Weight,
 )
+from tutel_pack.kernels.torch_latent import attend_heads
 from tutel_pack.kernels.torch_backend import (  # noqa: F401  what is not native
     embedding,
     rope,
@@ -49,7 +50,7 @@ _linear, _linears, _moe = _library.tp_linear, _library.tp_linears, _library.tp_m
 _dense, _routed, _delta_net = _library.tp_dense_step, _library.tp_routed, _library.tp_delta_net
 _rms_norm, _add_norm = _library.tp_rms_norm, _library.tp_add_norm
 _route, _place_heads = _library.tp_route, _library.tp_place_heads
-_attend, _attend_latents = _library.tp_attend, _library.tp_attend_latents
+_attend, _attend_latents, _has_attention = _library.tp_attend, _library.tp_attend_latents, _library.tp_attends
 _layers_step, _logits = _library.tp_layers, _library.tp_logits
 
 _DTYPES = native.DTYPES
@@ -303,9 +304,24 @@ def latent_attention(
         addresses if tops else None, max(tops, default=0), out.data_ptr(),
     )  # fmt: skip
     if status == _NO_KERNEL:
-        return torch_backend.latent_attention(q, entries, up, layout, scale, picks)
+        return torch_backend.latent_attention(q, entries, up, layout, scale, picks, _attend_heads)
     _check(status)
     return out
+
+
+_FIRST = torch.zeros(1, dtype=torch.int64)
+"""The table of a sequence in one block."""
+
+
+def _attend_heads(
+    q: Tensor, keys: Tensor, values: Tensor, past: int, scale: float, picked: Tensor | None
+) -> Tensor:  # fmt: skip
+    """As torch_latent.attend_heads."""
+    layout = Layout([0, len(q)], [len(keys)], [_FIRST], _FIRST[:0])
+    described = _describe_attention(q.shape[1], keys[None], None, scale, None, _DTYPES[q.dtype])
+    if picked is not None or not _has_attention(ctypes.addressof(described), _layout(layout).address):
+        return attend_heads(q, keys, values, past, scale, picked)
+    return attention(q, keys[None], values[None], layout, None, scale, None)
 
 
 _layouts: weakref.WeakKeyDictionary[Layout, native.Layout] = weakref.WeakKeyDictionary()

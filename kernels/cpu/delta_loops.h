@@ -28,13 +28,6 @@ void convolve(const Past& past, const void* x, int32_t dtype, int64_t n, float* 
   }
 }
 
-inline float product(const float* x, const float* y, int64_t n) {
-  Lanes sums{};
-  int64_t i = 0;
-  for (; i + REGISTER <= n; i += REGISTER) sums += lanes(x + i) * lanes(y + i);
-  return sum_of(sums + lanes(x + i, n - i) * lanes(y + i, n - i));
-}
-
 // Columns of a memory that C registers hold, or the first n of a register's; its rows lie `stride` apart. What a query
 // finds is put together from what there was before its token, so every token passes over the memory once.
 template <int C>

@@ -170,6 +170,37 @@ inline void store_sums<4>(const Lanes (&v)[4], float* out) {
 }
 #endif
 
+inline float product(const float* x, const float* y, int64_t n) {
+  Lanes sums{};
+  int64_t i = 0;
+  for (; i + REGISTER <= n; i += REGISTER) sums += lanes(x + i) * lanes(y + i);
+  return sum_of(sums + lanes(x + i, n - i) * lanes(y + i, n - i));
+}
+
+// Four rows far apart at a time, as in dots.h.
+void plain_products(const float* rows, int64_t n, int64_t k, const float* x, float* out) {
+  constexpr int64_t TOGETHER = 4, AHEAD = 512;
+  const int64_t apart = (n + TOGETHER - 1) / TOGETHER;
+  for (int64_t row = 0; row < apart; row++) {
+    const float* w[TOGETHER];
+    for (int64_t r = 0; r < TOGETHER; r++) w[r] = rows + (r * apart + row < n ? r * apart + row : n - 1) * k;
+    Lanes sums[TOGETHER] = {};
+    int64_t i = 0;
+    for (; i + REGISTER <= k; i += REGISTER) {
+      const Lanes v = lanes(x + i);
+#pragma GCC unroll 4
+      for (int64_t r = 0; r < TOGETHER; r++) {
+        __builtin_prefetch(w[r] + i + AHEAD);
+        sums[r] += lanes(w[r] + i) * v;
+      }
+    }
+    float found[TOGETHER];
+    for (int64_t r = 0; r < TOGETHER; r++) sums[r] += lanes(w[r] + i, k - i) * lanes(x + i, k - i);
+    store_sums(sums, found);
+    for (int64_t r = 0; r < TOGETHER && r * apart + row < n; r++) out[r * apart + row] = found[r];
+  }
+}
+
 void norm(float* x, const float* weight, int64_t n, float eps) {
   Lanes sums{};
   int64_t i = 0;

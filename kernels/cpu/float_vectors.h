@@ -37,7 +37,7 @@ void dots_of_any(const Matrix& w, int64_t first, int64_t last, const void* const
 }
 
 constexpr Isa make_isa(const char* name, const Int8* int8) {
-  return {name, packed_bytes, pack, dots_of_any, activate, gate, norm, add_scaled, store, load, read, attend, delta,
+  return {name, packed_bytes, pack, dots_of_any, plain_products, activate, gate, norm, add_scaled, store, load, read, attend, delta,
           nullptr, int8};
 }
 

@@ -147,6 +147,9 @@ struct Isa {
   void (*dots)(const Matrix& w, int64_t first, int64_t last, const void* const* xs, int vectors, float* out,
                int64_t stride);
 
+  // out[i] = rows[i] · x, n rows of k values.
+  void (*plain_products)(const float* rows, int64_t n, int64_t k, const float* x, float* out);
+
   // gate = activation(gate, up), n values each.
   void (*activate)(float* gate, const float* up, int64_t n, Activation activation);
 

@@ -39,6 +39,7 @@ _FUNCTIONS = {
     "tp_route": (_I32, (_P, _P, _I64, _P, _P)),
     "tp_place_heads": (_I32, (_P, _I64, _P, _P, _P, _P, _P, _P, _P, _P, _P)),
     "tp_attend": (_I32, (_P, _P, _P, _P, _P, _P)),
+    "tp_attends": (_I32, (_P, _P)),
     "tp_attend_latents": (_I32, (_P, _P, _P, _P, _P, _P, _I64, _P)),
     "tp_delta_net": (_I32, (_P, _P, _P, _P, _P, _P)),
     "tp_dense_step": (_I32, (_P, _P, _I64, _I32, _P)),
@@ -134,7 +135,7 @@ class Weight(ctypes.Structure):
     ]  # fmt: skip
 
 
-_FORMATS = {"mxfp4": 0, "nvfp4": 0, "int4": 1, "fp8": 2, "bf16": 3}
+_FORMATS = {"mxfp4": 0, "nvfp4": 0, "int4": 1, "fp8": 2, "bf16": 3, "f32": 4}
 FOUR_BITS = ("mxfp4", "nvfp4", "int4")
 """Formats that take vectors in int8, too."""
 _ACTS = {None: 0, "int8": 1}
@@ -145,19 +146,21 @@ DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 
 
 def describe(w: Tensor | PackedTensor, act: str | None = None) -> Weight | None:
-    """A weight as the library takes it; None if that has no kernel for it: a plain one that is not bfloat16, blocks of
-    another width (fp8: no multiple of 32), or memory that is not laid out row after row.
+    """A weight as the library takes it; None if that has no kernel for it: a plain one in float16 or a stack in float32,
+    blocks of another width (fp8: no multiple of 32), or memory that is not laid out row after row.
 
     act: the format of ops.CPU_ACTS that vectors are quantized to for it, if it is in a format for that."""
     if isinstance(w, PackedTensor):
         fmt, data, scale, factors, segments = w.format, w.data, w.scale, w.global_scale, w.segments
         name, block = fmt.name, fmt.block
     else:
-        name, data, scale, factors, segments, block = "", w, None, None, (w.shape[-2],), None
-        name = "bf16" if w.dtype == torch.bfloat16 else ""
+        data, scale, factors, segments, block = w, None, None, (w.shape[-2],), None
+        name = {torch.bfloat16: "bf16", torch.float32: "f32"}.get(w.dtype, "")
     n, k = w.shape[-2:]
     parts = [p for p in (data, scale, factors) if p is not None]
     if name not in _FORMATS or any(p.device.type != "cpu" or not p.is_contiguous() for p in parts):
+        return None
+    if name == "f32" and len(w.shape) != 2:
         return None
     if name == "fp8" and block[1] < k and block[1] % 32:
         return None

@@ -121,10 +121,42 @@ void linears_packed_alike(const Linear* parts, int64_t count, const void* x, int
   });
 }
 
+// Of a plain weight in float32: a router, as a rule.
+void plain_linear(const Linear& part, const void* x, int64_t tokens, int32_t dtype) {
+  constexpr int64_t ROWS = 64;  // which stay in the second cache for all tokens
+  const tp_weight& w = *part.w;
+  float* wide = dtype == TP_FLOAT ? nullptr : static_cast<float*>(scratch(SLOT_PACKED, tokens * w.k * sizeof(float)));
+  const float *rows = reinterpret_cast<const float*>(w.data), *vectors = wide ? wide : static_cast<const float*>(x);
+  Shares shares;
+  run([&](const Member& me) {
+    int64_t first, last;
+    me.share(tokens, 1, first, last);
+    if (wide) isa().load(at(x, dtype, first * w.k), dtype, wide + first * w.k, (last - first) * w.k);
+    me.barrier();
+    shares.take(me, [&](const Share& share) {
+      float products[ROWS], bias[ROWS];
+      share.of(w.n, BLOCK, first, last);
+      for (int64_t row = first; row < last; row += ROWS) {
+        const int64_t n = std::min(ROWS, last - row);
+        for (int64_t t = 0; t < tokens; t++) {
+          isa().plain_products(rows + row * w.k, n, w.k, vectors + t * w.k, products);
+          add_bias(part.bias, row, n, bias, 1, products, n);
+          isa().store(products, dtype, at(part.out, dtype, t * w.n + row), n);
+        }
+      }
+    });
+  });
+}
+
 }  // namespace
 
 void linears(const Linear* parts, int64_t count, const void* x, int64_t tokens, int32_t dtype) {
   for (int64_t first = 0, end; first < count; first = end) {
+    if (parts[first].w->format == TP_F32) {
+      plain_linear(parts[first], x, tokens, dtype);
+      end = first + 1;
+      continue;
+    }
     for (end = first + 1; end < count && packed_alike(*parts[first].w, *parts[end].w); end++) continue;
     linears_packed_alike(parts + first, end - first, x, tokens, dtype);
   }

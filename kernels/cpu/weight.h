@@ -4,12 +4,12 @@
 
 extern "C" {
 
-enum tp_format { TP_E2M1 = 0, TP_INT4 = 1, TP_E4M3 = 2, TP_BF16 = 3 };
+enum tp_format { TP_E2M1 = 0, TP_INT4 = 1, TP_E4M3 = 2, TP_BF16 = 3, TP_F32 = 4 };
 enum tp_scale { TP_NO_SCALE = 0, TP_SCALE_F32 = 1, TP_SCALE_E8M0 = 2, TP_SCALE_E4M3 = 3, TP_SCALE_BF16 = 4 };
 enum tp_act { TP_AS_IT_IS = 0, TP_INT8 = 1 };
 enum tp_dtype { TP_FLOAT = 0, TP_BFLOAT16 = 1 };
 
-// A matrix [n, k], or a stack [experts, n, k]. Strides are in bytes, those of scales and global factors in items.
+// A matrix [n, k], or a stack [experts, n, k], of F32 only the former. Strides are in bytes, those of scales and global factors in items.
 // act: how it takes vectors; int8 is for E2M1 and INT4.
 struct tp_weight {
   const uint8_t* data;

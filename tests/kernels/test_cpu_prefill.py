@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 import torch
 from tests.kernels import test_attention
+from tests.kernels.latents import Latents
 from tests.kernels.reference import WITH_TILES, worst_tile
 from tests.kernels.test_attention import Case
 from tests.kernels.test_cpu_attention import instruction_set, threads  # noqa: F401
 
 from tutel_pack.kernels import torch_backend
-from tutel_pack.kernels.cpu import native
+from tutel_pack.kernels.cpu import backend, native
 from tutel_pack.kernels.ops import Layout, get_ops
 
 if not native.LIBRARY.exists():
@@ -172,3 +173,33 @@ def test_who_is_asked(build, instruction_set, monkeypatch):
     attention(case, q=case.q.float(), keys=case.keys.float(), values=case.values.float())
     both = [torch.bfloat16, torch.float32]
     assert asked == (both if instruction_set in WITH_TILES else [torch.bfloat16, *both])
+
+
+LATENTS = {
+    "as wide as their values": Latents([70, 33], rank=32, shared=16, nope=16, v=32, new=[70, 33]),
+    "wider than their values": Latents([90], heads=5, rank=32, shared=16, nope=32, v=20, new=[90]),
+    "narrower than their values": Latents([130, 7], rank=48, shared=16, nope=16, v=48, block=16, new=[40, 7]),
+    "with a token of another": Latents([41, 200, 64], rank=32, shared=16, nope=16, v=32, new=[41, 1, 0]),
+}
+
+
+@pytest.mark.parametrize("name", LATENTS)
+def test_latents(name, tiles, threads, monkeypatch):  # noqa: F811
+    """Of many tokens: as attention to the keys and values of every head."""
+
+    def refuse(*_):
+        raise AssertionError("torch was asked")
+
+    monkeypatch.setattr(backend, "attend_heads", refuse)
+    case = replace(LATENTS[name]).build(torch.bfloat16)
+    got = get_ops("cpu").latent_attention(case.q, case.entries, case.up, case.layout, case.scale, None)
+    assert case.error(got) < 2 * case.limit()
+    assert case.error(got.flip(1)) > 4 * case.limit()
+    theirs = torch_backend.latent_attention(case.q, case.entries, case.up, case.layout, case.scale, None)
+    assert case.error(got) < 1.5 * case.error(theirs)
+
+
+def test_latents_of_picked_positions_are_left_to_torch(tiles):
+    case = Latents([90], rank=32, shared=16, nope=16, v=32, picked=30, new=[60]).build(torch.bfloat16)
+    got = get_ops("cpu").latent_attention(case.q, case.entries, case.up, case.layout, case.scale, case.picks)
+    assert case.error(got) < 2 * case.limit()

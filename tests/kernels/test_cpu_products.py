@@ -315,7 +315,7 @@ def test_callers_take_turns(isa):
 
 def test_what_has_no_kernel_goes_to_torch(isa):
     odd = random_packed(FORMATS["fp8"].with_block((1, 48)), (17, 96))
-    for w in (odd, x_of(17, 96, dtype=torch.float32), x_of(96, 17, dtype=torch.bfloat16).T):
+    for w in (odd, x_of(17, 96, dtype=torch.float16), x_of(96, 17, dtype=torch.bfloat16).T):
         assert native.describe(w) is None
         x = x_of(3, 96, dtype=torch.float32)
         w64 = decode64(w) if isinstance(w, PackedTensor) else w.double().numpy()
@@ -338,3 +338,37 @@ def test_tokens_side_by_side(isa):
     """In memory, as a transposed tensor has them."""
     x, *others = MoeCase(9, 3, 5, 96, 80).arguments("mxfp4", torch.float32)
     assert torch.equal(isa.moe(x.T.contiguous().T, *others), isa.moe(x, *others))
+
+
+PLAIN = {"router": (128, 2048), "one row": (1, 96), "ragged": (17, 33), "narrow": (70, 5), "wide": (576, 2880)}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("tokens", [1, 9])
+@pytest.mark.parametrize("shape", PLAIN)
+def test_plain_weights_in_float32(isa, shape, tokens, dtype, monkeypatch):
+    """As routers are in some checkpoints, of which no bit may be rounded off."""
+    monkeypatch.setattr("tutel_pack.kernels.torch_backend.linear", None)
+    n, k = PLAIN[shape]
+    g = torch.Generator().manual_seed(n)
+    w, bias = torch.randn(n, k, generator=g) * k**-0.5, torch.randn(n, generator=g)
+    x = x_of(tokens, k, dtype=dtype)
+    got, expected = isa.linear(x, w, bias), linear64(x, w.double().numpy(), bias)
+    assert worst_tile(got, expected) < tolerance(dtype, k)
+    if dtype == torch.float32:
+        rounded = linear64(x, w.bfloat16().double().numpy(), bias)
+        assert worst_tile(got, rounded) > 10 * tolerance(dtype, k)
+    other = w.clone()
+    other[-1] = -w[-1]
+    assert worst_tile(isa.linear(x, other, bias), expected) > 2 * tolerance(dtype, k)
+
+
+def test_threads_change_nothing_in_plain_weights(isa, three_threads):
+    w, x = torch.randn(130, 77, generator=torch.Generator().manual_seed(1)), x_of(5, 77, dtype=torch.float32)
+    several = isa.linear(x, w)
+    native.set_threads(1)
+    assert torch.equal(isa.linear(x, w), several)
+
+
+def test_experts_in_float32_are_left_to_torch(isa):
+    assert native.describe(torch.ones(2, 32, 32)) is None and native.describe(torch.ones(32, 32)) is not None

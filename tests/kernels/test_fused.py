@@ -218,6 +218,21 @@ def test_shared_experts(ops, gated, tokens, dtype):
                 assert_close(got, wrong.to(dtype))
 
 
+def test_routers_in_float32(ops):
+    """Go with whole layers, and are not rounded."""
+    case, x = Attention(torch.bfloat16), normal(7, 96, dtype=torch.bfloat16, seed=13)
+    plain = layer_of(case, False)
+    router = plain.mlp.router.float() * (1 + 2**-9)
+    layer = replace(plain, mlp=replace(plain.mlp, router=router))
+    pools = [[pool.clone() for pool in case.pools] for _ in range(3)]
+    got = at_once(ops, x, layer, pools[0], case)
+    assert (got is None) == (ops.name == "torch")
+    if got is not None:
+        assert torch.equal(got, by_parts(ops, x, layer, pools[1], case))
+        rounded = replace(plain, mlp=replace(plain.mlp, router=router.bfloat16()))
+        assert not torch.equal(at_once(ops, x, rounded, pools[2], case), got)
+
+
 def layer_of(case: Attention, biased: bool, mlp: str = "experts") -> Layer:
     """Around the heads of a case, whose hidden size is 96."""
     rows = {"q": 128, "k": 64, "v": 64}
