@@ -197,7 +197,7 @@ class Delta:
 
 @dataclass(frozen=True, eq=False)
 class Layer:
-    """A layer of attention and a feed-forward block without more: x + attention(norm(x)), then x + mlp(norm(x)).
+    """A layer of attention and a feed-forward block: x + scale · attention(norm(x)), then x + scale · mlp(norm(x)).
 
     input_norm, post_norm: [H] of RMSNorm with `eps`.
     """
@@ -207,6 +207,7 @@ class Layer:
     eps: float
     attention: Grouped | Latent | Delta
     mlp: Experts | Dense
+    scale: float = 1.0
 
 
 @dataclass(frozen=True, eq=False)

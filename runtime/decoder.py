@@ -78,7 +78,7 @@ class Decoder:
         last norm, of every token. Token ids must be in 0 … vocab − 1.
         """
         x, added = self._hidden(batch.tokens, batch.positions, cache.layout(batch), cache)
-        logits = self._logits(x[batch.rows], None if added is None else added[batch.rows])
+        logits = self._logits(*(part if part is None else part.index_select(0, batch.rows) for part in (x, added)))
         return (logits, self._ops.add_norm(x, added, self._norm, self.spec.norm_eps)[1]) if hidden else logits
 
     @torch.no_grad()
@@ -154,13 +154,13 @@ class _DecoderLayer:
         else:
             self._mlp = DenseBlock(spec.mlp, prefix + "mlp", weights, ops)
         self.index, self.rope = index, getattr(spec.attention, "rope", None)
-        self.whole = self._as_one() if self._scale == 1.0 and ops.whole_layers else None
+        self.whole = self._as_one() if ops.whole_layers else None
 
     def _as_one(self) -> Layer | None:
         attention = self._attention.whole
         if attention is None:
             return None
-        return Layer(self._input_norm, self._post_norm, self._eps, attention, self._mlp.mlp)
+        return Layer(self._input_norm, self._post_norm, self._eps, attention, self._mlp.mlp, self._scale)
 
     def __call__(
         self, x: Tensor, added: Tensor | None, cache: PagedCache, layout: Layout, rotations: Shared

@@ -172,7 +172,7 @@ int32_t tp_rms_norm(const void* x, int64_t rows, int64_t n, int32_t dtype, const
 int32_t tp_add_norm(const void* x, const void* added, int64_t rows, int64_t n, int32_t dtype, const void* weight,
                     int32_t weight_dtype, float eps, void* total, void* out) {
   return guarded([&] {
-    add_norm(x, added, rows, n, dtype, {weight, weight_dtype}, eps, total, out);
+    add_norm(x, added, 1.0f, rows, n, dtype, {weight, weight_dtype}, eps, total, out);
     return TP_OK;
   });
 }

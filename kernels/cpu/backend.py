@@ -349,16 +349,16 @@ def _describe_layout(layout: Layout) -> native.Layout:
 
 
 def _describe_heads(q: Tensor, keys: Tensor, rotation: tuple[Tensor, Tensor] | None, heads: Heads) -> native.Heads | None:
-    norms = heads.q_norm, heads.k_norm
-    if q.dtype not in _DTYPES or any(n is not None and (n.dtype not in _DTYPES or not n.is_contiguous()) for n in norms):
+    if q.dtype not in _DTYPES:
         return None
-    kv_heads, width = keys.shape[2:]
-    q_norm, k_norm = (None if n is None else n.data_ptr() for n in norms)
+    norms, (kv_heads, width) = [_vector(norm) for norm in (heads.q_norm, heads.k_norm)], keys.shape[2:]
+    if norms[0].dtype != norms[1].dtype:
+        return None
     found = native.Heads(
-        q.shape[1] // width, kv_heads, width, 2 * rotation[0].shape[1] if rotation else 0, q_norm, k_norm,
-        0 if norms[0] is None else _DTYPES[norms[0].dtype], heads.interleaved, _DTYPES[q.dtype], heads.eps,
+        q.shape[1] // width, kv_heads, width, 2 * rotation[0].shape[1] if rotation else 0, norms[0].data, norms[1].data,
+        norms[0].dtype, heads.interleaved, _DTYPES[q.dtype], heads.eps,
     )  # fmt: skip
-    found.made_for = _made_for(q, keys, rotation)
+    found.made_for, found.keep = _made_for(q, keys, rotation), norms
     return found
 
 
@@ -434,10 +434,16 @@ def routed(x: Tensor, experts: Experts, act: str | None = None) -> Tensor | None
     return _whole(_routed, partial(_describe_experts, act=act), experts, x, act)
 
 
+def _exact(w: Weight | None) -> Weight | None:
+    """A small weight that meets x in float32: in float16 it has no kernel, but float32 holds it."""
+    return w.float() if isinstance(w, Tensor) and w.dtype == torch.float16 else w
+
+
 def _describe_experts(e: Experts, act: str | None) -> native.Experts | None:
-    places = [_place(e.router), _place(e.gate_up, act), _place(e.down, act)]
+    small = _exact(e.router), _exact(e.shared_gate)
+    places = [_place(small[0]), _place(e.gate_up, act), _place(e.down, act)]
     shared = None if e.shared is None else _describe_dense(e.shared)
-    gate = None if e.shared_gate is None else _place(e.shared_gate)
+    gate = None if small[1] is None else _place(small[1])
     if not all(places) or (e.shared is not None and shared is None) or gate == 0:
         return None
     router = native.describe_router(e.spec, e.correction)
@@ -445,7 +451,7 @@ def _describe_experts(e: Experts, act: str | None) -> native.Experts | None:
     found = native.Experts(
         *places, ctypes.addressof(router), *biases, *_clamp(e.spec.activation), _address(shared), gate
     )
-    found.keep = router, biases, shared
+    found.keep = router, biases, shared, small
     return found
 
 
@@ -500,11 +506,10 @@ def _describe_layer(
     delta = _describe_delta(x, a, pools[0]) if isinstance(a, Delta) else None
     experts = _describe_experts(m, act) if isinstance(m, Experts) else None
     dense = _describe_dense(m) if isinstance(m, Dense) else None
-    attention, mlp, norms = grouped or latent or delta, experts or dense, (layer.input_norm, layer.post_norm)
-    if attention is None or mlp is None or any(norm.dtype not in _DTYPES for norm in norms):
+    if not (grouped or latent or delta) or not (experts or dense):
         return None
-    kept = [_vector(norm) for norm in norms], grouped, latent, delta, experts, dense
-    found = native.Layer(*kept[0], *map(_address, kept[1:]), layer.eps, _DTYPES[x.dtype])
+    kept = [_vector(norm) for norm in (layer.input_norm, layer.post_norm)], grouped, latent, delta, experts, dense
+    found = native.Layer(*kept[0], *map(_address, kept[1:]), layer.eps, layer.scale, _DTYPES[x.dtype])
     found.keep = kept
     return found
 
@@ -542,7 +547,7 @@ def _describe_latent(x: Tensor, a: Latent, entries: Tensor, rotation: tuple[Tens
 
 
 def _describe_delta(x: Tensor, a: Delta, tails: Tensor) -> native.Delta | None:
-    s, weights = a.spec, (a.qkv, a.z, a.b, a.a, a.output)
+    s, weights = a.spec, (a.qkv, a.z, _exact(a.b), _exact(a.a), a.output)
     places = [None if w is None else _place(w) for w in weights]
     if 0 in places or tails.dtype != x.dtype or x.dtype not in _DTYPES:
         return None
@@ -551,5 +556,5 @@ def _describe_delta(x: Tensor, a: Delta, tails: Tensor) -> native.Delta | None:
         *places, *(v.data_ptr() for v in values), s.key_heads, s.value_heads // s.key_heads, s.key_dim, s.value_dim,
         s.kernel, a.eps, _DTYPES[x.dtype],
     )  # fmt: skip
-    found.keep = values
+    found.keep = values, weights
     return found

@@ -17,7 +17,7 @@ void add_shared(const tp_experts& e, const void* x, const float* exact, int64_t 
   dense(*e.shared, x, tokens, dtype, part);
   if (gated) linear(*e.shared_gate, exact, tokens, TP_FLOAT, {}, gates);
   for (int64_t t = 0; t < gated; t++) gates[t] = 1.0f / (1.0f + std::exp(-gates[t]));
-  add(total, part, tokens, h, dtype, gated ? gates : nullptr);
+  add(total, part, tokens, h, dtype, 1.0f, gated ? gates : nullptr);
 }
 
 }  // namespace
@@ -136,10 +136,10 @@ bool layer(const tp_placed_layer& placed, const Step& step, void* x) {
   void *y = scratch(SLOT_LAYER, 2 * tokens * h * item_bytes(l.dtype)), *z = at(y, l.dtype, tokens * h);
   rms_norm(x, tokens, h, l.dtype, l.input_norm, l.eps, y);
   attention_of(placed, step, y, z);
-  add_norm(x, z, tokens, h, l.dtype, l.post_norm, l.eps, x, y);
+  add_norm(x, z, l.scale, tokens, h, l.dtype, l.post_norm, l.eps, x, y);
   if (l.dense) dense(*l.dense, y, tokens, l.dtype, z);
   else if (!routed(*l.experts, y, tokens, l.dtype, z)) return false;
-  add(x, z, tokens, h, l.dtype);
+  add(x, z, tokens, h, l.dtype, l.scale);
   return true;
 }
 

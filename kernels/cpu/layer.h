@@ -59,7 +59,7 @@ struct tp_layer {
   const tp_delta* delta;
   const tp_experts* experts;
   const tp_dense* dense;
-  float eps;
+  float eps, scale;
   int32_t dtype;
 };
 

@@ -280,7 +280,7 @@ class Layer(ctypes.Structure):
 
     _fields_ = [
         ("input_norm", Vector), ("post_norm", Vector), ("grouped", _P), ("latent", _P), ("delta", _P), ("experts", _P),
-        ("dense", _P), ("eps", _F32), ("dtype", _I32),
+        ("dense", _P), ("eps", _F32), ("scale", _F32), ("dtype", _I32),
     ]  # fmt: skip
 
 

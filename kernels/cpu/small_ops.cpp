@@ -158,10 +158,10 @@ void rms_norm(const void* x, int64_t rows, int64_t n, int32_t dtype, tp_vector w
   for_each(rows, n, [&](int64_t i) { norm_row(at(x, dtype, i * n), n, dtype, weight, eps, at(out, dtype, i * n)); });
 }
 
-void add_norm(const void* x, const void* added, int64_t rows, int64_t n, int32_t dtype, tp_vector weight, float eps,
+void add_norm(const void* x, const void* added, float scale, int64_t rows, int64_t n, int32_t dtype, tp_vector weight, float eps,
               void* total, void* out) {
   for_each(rows, n, [&](int64_t i) {
-    add_row(at(x, dtype, i * n), at(added, dtype, i * n), 1.0f, n, dtype, at(total, dtype, i * n));
+    add_row(at(x, dtype, i * n), at(added, dtype, i * n), scale, n, dtype, at(total, dtype, i * n));
     norm_row(at(total, dtype, i * n), n, dtype, weight, eps, at(out, dtype, i * n));
   });
 }
@@ -208,10 +208,10 @@ void widen(const void* x, int64_t rows, int64_t n, int32_t dtype, float* out) {
   for_each(rows, n, [&](int64_t i) { isa().load(at(x, dtype, i * n), dtype, out + i * n, n); });
 }
 
-void add(void* total, const void* x, int64_t rows, int64_t n, int32_t dtype, const float* factors) {
+void add(void* total, const void* x, int64_t rows, int64_t n, int32_t dtype, float scale, const float* factors) {
   for_each(rows, n, [&](int64_t i) {
     void* sum = at(total, dtype, i * n);
-    add_row(sum, at(x, dtype, i * n), factors ? factors[i] : 1.0f, n, dtype, sum);
+    add_row(sum, at(x, dtype, i * n), factors ? scale * factors[i] : scale, n, dtype, sum);
   });
 }
 

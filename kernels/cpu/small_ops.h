@@ -33,8 +33,8 @@ namespace tp {
 // out[i] = x[i] / sqrt(mean(x²) + eps) · weight, each of n values.
 void rms_norm(const void* x, int64_t rows, int64_t n, int32_t dtype, tp_vector weight, float eps, void* out);
 
-// total = x + added, rounded, and `out` its norm as above; all [rows, n] of dtype. total may be x.
-void add_norm(const void* x, const void* added, int64_t rows, int64_t n, int32_t dtype, tp_vector weight, float eps,
+// total = x + scale · added, rounded, and `out` its norm as above; all [rows, n] of dtype. total may be x.
+void add_norm(const void* x, const void* added, float scale, int64_t rows, int64_t n, int32_t dtype, tp_vector weight, float eps,
               void* total, void* out);
 
 // gate = activation(gate, up), both [rows, n] of dtype.
@@ -52,8 +52,8 @@ void clip(void* x, int64_t n, int32_t dtype, float limit);
 // x [rows, n] of dtype as float32.
 void widen(const void* x, int64_t rows, int64_t n, int32_t dtype, float* out);
 
-// total += factors · x, rounded once; both [rows, n] of dtype, factors [rows] or null for ones.
-void add(void* total, const void* x, int64_t rows, int64_t n, int32_t dtype, const float* factors = nullptr);
+// total += scale · factors · x, rounded once; both [rows, n] of dtype, factors [rows] or null for ones.
+void add(void* total, const void* x, int64_t rows, int64_t n, int32_t dtype, float scale, const float* factors = nullptr);
 
 // ids and weights [tokens, chosen] of logits [tokens, experts]; the best first.
 void route(const float* logits, int64_t tokens, const tp_router& router, int64_t* ids, float* weights);

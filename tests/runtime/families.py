@@ -99,3 +99,12 @@ class Pair:
 
     def logits(self, ids: list[int]) -> torch.Tensor:
         return self.theirs(torch.tensor([ids])).logits[0]
+
+    def round_plain(self, dtype: torch.dtype) -> None:
+        """Give what is not packed, ours and theirs, the values of a checkpoint in dtype."""
+        for w in self.weights.values():
+            if isinstance(w, torch.Tensor):
+                w.copy_(w.to(dtype))
+        for name, p in self.theirs.named_parameters():
+            if isinstance(self.weights[name], torch.Tensor):  # which may be a copy, as of gpt-oss's biases
+                p.copy_(p.to(dtype))

@@ -9,6 +9,9 @@ import torch
 
 from tests.runtime.families import Pair
 from tests.runtime.test_decoder import FLOAT32_LIMIT, errors, greedy, run, worst
+from tutel_pack.kernels.cpu import native
+from tutel_pack.kernels.ops import Ops
+from tutel_pack.runtime.decoder import Decoder
 from tutel_pack.spec import ClampedSwiglu, Moe, ModelSpec, Swiglu
 
 STEPS = 24
@@ -113,15 +116,28 @@ def test_chunked_prefill_is_prefill(case):
         assert worst(chunked, once) < 1e-5
 
 
+@pytest.mark.skipif(not native.LIBRARY.exists(), reason="the native kernels were not built: there was no compiler")
+@pytest.mark.parametrize("plain", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("case", CASES)
+def test_steps_by_whole_layers(case, plain, monkeypatch):
+    """Native kernels do all layers of few tokens in one call, whatever the family, and the type of routers and norms."""
+    done, layers = [], Ops.layers
+    monkeypatch.setattr(Ops, "layers", lambda *given: done.append(layers(*given)) or done[-1])
+    pair = pair_of(case, "mxfp4")
+    pair.round_plain(plain)
+    weights = {name: w.to(plain) if isinstance(w, torch.Tensor) else w for name, w in pair.weights.items()}
+    decoder = Decoder(pair.spec, weights.__getitem__, "cpu", torch.float32, "cpu")
+    new = prompts(16, 1, 9)
+    for chunk in (1, 5):
+        for ids, logits in zip(new, run(decoder, new, chunk)):
+            assert worst(logits, pair.logits(ids)) < FLOAT32_LIMIT
+    assert len(done) == 20 and all(x is not None for x in done)
+
+
 def bfloat16_errors(case: str, **options) -> tuple[torch.Tensor, torch.Tensor]:
     """Errors of ours and of transformers' own bfloat16 at every position, against float64 on the same values."""
     pair = pair_of(case, "fp8", **options)
-    for w in pair.weights.values():
-        if isinstance(w, torch.Tensor):
-            w.copy_(w.bfloat16())
-    for name, p in pair.theirs.named_parameters():
-        if isinstance(pair.weights[name], torch.Tensor):  # which may be a copy, as of gpt-oss's biases
-            p.copy_(p.bfloat16())
+    pair.round_plain(torch.bfloat16)
     ours, new = pair.decoder(torch.bfloat16), prompts(40, 40, 40)
     got = torch.cat(run(ours, new))
     exact = pair.theirs.double()(torch.tensor(new)).logits.flatten(0, 1)

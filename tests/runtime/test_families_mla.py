@@ -13,6 +13,7 @@ from tests.runtime.test_decoder import errors, greedy, prompts, run, worst
 from tutel_pack.convert.families import deepseek_v3, deepseek_v32, glm4_moe_lite, glm_moe_dsa, kimi_k25
 from tutel_pack.formats import FORMATS
 from tutel_pack.kernels import torch_latent
+from tutel_pack.kernels.cpu import native
 from tutel_pack.kernels.ops import Layout, Ops, get_ops
 from tutel_pack.quant.codec import decode, encode
 from tutel_pack.runtime import mla
@@ -140,6 +141,20 @@ def test_logits_agree_at_every_position(pairs, variant):
     for ids, logits, single in zip(new, run(pair.decoder(), new), alone):
         assert worst(logits, pair.theirs(torch.tensor([ids])).logits[0]) < limit(variant)
         assert worst(logits, single) < 1e-5
+
+
+@pytest.mark.skipif(not native.LIBRARY.exists(), reason="the native kernels were not built: there was no compiler")
+@pytest.mark.parametrize("variant", [variant for variant in VARIANTS if variant not in SPARSE])
+def test_steps_by_whole_layers(pairs, variant, monkeypatch):
+    """Native kernels do all layers of few tokens in one call."""
+    done, layers, pair = [], Ops.layers, pairs(variant)
+    monkeypatch.setattr(Ops, "layers", lambda *given: done.append(layers(*given)) or done[-1])
+    decoder = Decoder(pair.spec, pair.weights.__getitem__, "cpu", torch.float32, "cpu")
+    new = prompts(12, 3, 1)
+    for chunk in (1, 4):
+        for ids, logits in zip(new, run(decoder, new, chunk)):
+            assert worst(logits, pair.theirs(torch.tensor([ids])).logits[0]) < limit(variant)
+    assert len(done) == 15 and all(x is not None for x in done)
 
 
 def broken(spec, what: str):
