@@ -14,7 +14,7 @@ FLAGS = ["-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-fno-math-errno",
 FLAGS += ["-Wno-maybe-uninitialized", "-Wno-uninitialized"]  # false alarms of gcc 12 about its own AVX-512 headers
 AVX512 = ["-march=icelake-client", "-mprefer-vector-width=512"]  # loops of gcc are of 256 bits otherwise
 AVX512_BF16 = [*AVX512, "-mavx512bf16"]
-COMMON = ["api", "threads", "products", "moe", "small_ops", "attention", "prefill", "latents", "delta", "layer", "portable"]
+COMMON = ["api", "threads", "products", "moe", "small_ops", "attention", "prefill", "latents", "index", "delta", "layer", "portable"]
 SETS = {
     "x86_64": {
         "avx2": ["-mavx2", "-mfma", "-mf16c", "-mbmi2"],

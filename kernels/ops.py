@@ -21,7 +21,7 @@ from torch import Tensor
 from tutel_pack.errors import InputError
 from tutel_pack.formats import PackedTensor
 from tutel_pack.kernels.cpu import native
-from tutel_pack.spec import ClampedSwiglu, DeltaNet, Moe, Rope, Swiglu
+from tutel_pack.spec import ClampedSwiglu, DeltaNet, Indexer, Moe, Rope, Swiglu
 
 BACKENDS = {
     "cpu": "tutel_pack.kernels.cpu.backend",
@@ -153,12 +153,30 @@ class Grouped:
 
 
 @dataclass(frozen=True, eq=False)
+class Index:
+    """What picks positions for latent attention: Ops.top_positions of what the projections make.
+
+    q [heads · D, rank]: of compressed queries.  k [D, H], normed by a LayerNorm of norm and bias, float32 [D], with `eps`:
+    the key of a token.  Both are turned, see Ops.rope.  weights [heads, H]: of x in float32, times (heads · D)^−½.
+    """
+
+    spec: Indexer
+    q: Weight
+    k: Weight
+    weights: Weight
+    norm: Tensor
+    bias: Tensor
+    eps: float
+
+
+@dataclass(frozen=True, eq=False)
 class Latent:
-    """Latent attention to all positions: Ops.latent_attention of what the projections of x make.
+    """Latent attention: Ops.latent_attention of what the projections of x make.
 
     q_down: and an RMSNorm by q_norm behind it come before q_up, if there is one.  kv_down: gives a latent, normed by
     kv_norm, and the key that heads share.  That key and as many values at the end of every query are turned, see
-    Ops.rope.  eps: of both norms.
+Ops.rope.  eps: of both norms.  index: picks the positions that are seen; reuses: those that
+    were picked last are seen; otherwise all are.
     """
 
     q_down: Projection | None
@@ -171,6 +189,8 @@ class Latent:
     scale: float
     eps: float
     interleaved: bool
+    index: Index | None = None
+    reuses: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -214,18 +234,22 @@ class Layer:
 class PlacedLayers:
     """Layers of the same H that follow each other, and where they keep what they have of tokens and sequences.
 
-    pools: of each layer, keys and values as for `Ops.attend`, or entries as for `Ops.latent_attention`, or the states of
-    a delta net: tails [slots, kernel − 1, C] and float32 memories [slots, G, R, K, V]. What is new is stored in them.
-    rotations: of each layer, which one of a step's rotations turns it; None turns nothing.
+    pools: of each layer, keys and values as for `Ops.attend`, or entries as for `Ops.latent_attention` and behind them
+    the keys of an index, or the states of a delta net: tails [slots, kernel − 1, C] and float32 memories
+    [slots, G, R, K, V]. What is new is stored in them.
+    rotations: of each layer, which one of a step's rotations turns it; None turns nothing.  index_rotations: the same of
+    their indices; may be left out where there are none.
     """
 
     layers: Sequence[Layer]
     pools: Sequence[Sequence[Tensor]]
     rotations: Sequence[int | None]
+    index_rotations: Sequence[int | None] = ()
 
     def __post_init__(self):
         norms = [norm for layer in self.layers for norm in (layer.input_norm, layer.post_norm)]
         fits = 0 < len(self.layers) == len(self.pools) == len(self.rotations)
+        fits = fits and len(self.index_rotations) in (0, len(self.layers))
         fits = fits and all(_holds(pools, layer.attention) for layer, pools in zip(self.layers, self.pools))
         _check(fits and all(norm.shape == norms[0].shape for norm in norms), "layers", *norms)
 
@@ -239,6 +263,9 @@ def _holds(pools: Sequence[Tensor], attention: Grouped | Latent | Delta) -> bool
     """Whether pools are such that a layer can keep there what it has."""
     if isinstance(attention, Delta):
         return _holds_states(*pools, attention)
+    if isinstance(attention, Latent) and attention.index:
+        entries, keys = pools
+        return keys.shape == (*entries.shape[:2], attention.index.spec.dim) and keys.dtype == entries.dtype
     return all(pool.shape == pools[0].shape and pool.dtype == pools[0].dtype for pool in pools)
 
 

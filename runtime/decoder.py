@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import groupby
 from weakref import WeakKeyDictionary
 
 import torch
@@ -48,8 +47,7 @@ class Decoder:
         take = Weights(weights, spec, self.device, dtype)
         self._embedding = take("model.embed_tokens.weight")
         layers = [_DecoderLayer(spec, i, take, self._ops) for i in range(len(spec.layers))]
-        runs = groupby(layers, lambda layer: layer.whole is not None)
-        self._runs = [_Run(list(run), self._ops) for _, run in runs]
+        self._layers = _Layers(layers, self._ops)
         self._norm = take.norm("model.norm.weight")
         self._head = self._embedding if spec.tied_head else take("lm_head.weight")
 
@@ -95,33 +93,30 @@ class Decoder:
         """What the last norm takes the sum of, both [T, H]; the second may be left out."""
         rotations = Shared(positions, layout, self._ops)
         x = _scaled(self._ops.embedding(tokens, self._embedding, self.dtype), self.spec.embedding_scale)
-        added = None
-        for run in self._runs:
-            x, added = run(x, added, cache, layout, rotations)
-        return x, added
+        return self._layers(x, cache, layout, rotations)
 
     def _logits(self, x: Tensor, added: Tensor | None) -> Tensor:
         logits = self._ops.logits(x, added, self._norm, self.spec.norm_eps, self._head)
         return _scaled(logits, self.spec.logit_scale)
 
 
-class _Run:
-    """Layers that follow each other: at once if they can be."""
+class _Layers:
+    """All layers: at once if they can be."""
 
     def __init__(self, layers: list[_DecoderLayer], ops: Ops):
-        self._layers, self._ops, self._whole = layers, ops, layers[0].whole is not None
-        self._ropes = list(dict.fromkeys(layer.rope for layer in layers if layer.rope))
+        self._layers, self._ops = layers, ops
+        self._ropes = list(dict.fromkeys(rope for layer in layers for rope in layer.ropes if rope))
         self._placed: WeakKeyDictionary[PagedCache, tuple[list, PlacedLayers]] = WeakKeyDictionary()
 
     def __call__(
-        self, x: Tensor, added: Tensor | None, cache: PagedCache, layout: Layout, rotations: Shared
-    ) -> tuple[Tensor, Tensor | None]:
-        """Of x + added, and to the same form: the last sum is left to who norms it next."""
-        if self._whole:
-            x, added = x if added is None else x + added, None
+        self, x: Tensor, cache: PagedCache, layout: Layout, rotations: Shared
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+        """What the last norm takes the sum of; the second may be left out."""
+        if self._ops.whole_layers:
             done = self._ops.layers(x, self._place(cache), [rotations[rope] for rope in self._ropes], layout)
             if done is not None:
                 return done, None
+        added = None
         for layer in self._layers:
             x, added = layer(x, added, cache, layout, rotations)
         return x, added
@@ -131,8 +126,8 @@ class _Run:
         if states is not cache.sequences:  # which is another list when its pools have moved
             indices = [layer.index for layer in self._layers]
             pools = [[*cache.tokens[i].values(), *cache.sequences[i].values()] for i in indices]
-            which = [self._ropes.index(layer.rope) if layer.rope else None for layer in self._layers]
-            placed = PlacedLayers([layer.whole for layer in self._layers], pools, which)
+            which = [[self._ropes.index(rope) if rope else None for rope in layer.ropes] for layer in self._layers]
+            placed = PlacedLayers([layer.whole for layer in self._layers], pools, *zip(*which))
             self._placed[cache] = cache.sequences, placed
         return placed
 
@@ -140,7 +135,7 @@ class _Run:
 class _DecoderLayer:
     """x + scale · attention(norm(x)), then x + scale · feed-forward(norm(x)).
 
-    whole: all of it for `Ops.layers`, None for one that has more to it.
+    ropes: of its attention and of that one's index, None where there is none.  whole: all of it for `Ops.layers`.
     """
 
     def __init__(self, model: ModelSpec, index: int, weights: Weights, ops: Ops):
@@ -153,14 +148,10 @@ class _DecoderLayer:
             self._mlp = MoeBlock(spec.mlp, prefix, layer_names(model), weights, ops)
         else:
             self._mlp = DenseBlock(spec.mlp, prefix + "mlp", weights, ops)
-        self.index, self.rope = index, getattr(spec.attention, "rope", None)
-        self.whole = self._as_one() if ops.whole_layers else None
-
-    def _as_one(self) -> Layer | None:
-        attention = self._attention.whole
-        if attention is None:
-            return None
-        return Layer(self._input_norm, self._post_norm, self._eps, attention, self._mlp.mlp, self._scale)
+        indexer = getattr(spec.attention, "indexer", None)
+        self.index, self.ropes = index, (getattr(spec.attention, "rope", None), indexer and indexer.rope)
+        parts = self._attention.whole, self._mlp.mlp, self._scale
+        self.whole = Layer(self._input_norm, self._post_norm, self._eps, *parts)
 
     def __call__(
         self, x: Tensor, added: Tensor | None, cache: PagedCache, layout: Layout, rotations: Shared

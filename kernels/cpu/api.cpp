@@ -234,8 +234,9 @@ int32_t tp_layers(int64_t n, const tp_placed_layer* layers, const tp_rotation* r
     for (int64_t i = 0; i < n; i++) {
       if (!has_layer(*layers[i].layer, *layout)) return TP_UNKNOWN;
     }
+    Step step{*layout, tokens, slots, rotations, {}};
     for (int64_t i = 0; i < n; i++) {
-      if (!layer(layers[i], {*layout, tokens, slots, rotations}, x)) return TP_NO_SUCH_EXPERT;
+      if (!layer(layers[i], step, x)) return TP_NO_SUCH_EXPERT;
     }
     return TP_OK;
   });

@@ -28,6 +28,7 @@ from tutel_pack.kernels.ops import (
     Experts,
     Grouped,
     Heads,
+    Index,
     Latent,
     Layer,
     Layout,
@@ -482,27 +483,29 @@ def _describe_layers(
 ) -> ctypes.Array | None:
     """None where one of them has no kernel."""
     kept = []
-    for layer, pools, which in zip(placed.layers, placed.pools, placed.rotations):
-        plain = all(pool.is_contiguous() for pool in pools)
-        described = _describe_layer(x, layer, pools, None if which is None else rotations[which], act) if plain else None
+    whiches = placed.rotations, placed.index_rotations or [None] * len(placed.layers)
+    for layer, pools, *which in zip(placed.layers, placed.pools, *whiches):
+        plain, turned = all(pool.is_contiguous() for pool in pools), [None if i is None else rotations[i] for i in which]
+        described = _describe_layer(x, layer, pools, *turned, act) if plain else None
         if described is None:
             return None
         kept.append(described)
     found = (native.PlacedLayer * len(kept))(*(
-        (ctypes.addressof(layer), -1 if which is None else which, pools[0].data_ptr(), pools[-1].data_ptr())
-        for layer, pools, which in zip(kept, placed.pools, placed.rotations)
+        (ctypes.addressof(layer), *(-1 if i is None else i for i in which), pools[0].data_ptr(), pools[-1].data_ptr())
+        for layer, pools, *which in zip(kept, placed.pools, *whiches)
     ))  # fmt: skip
     found.keep = kept
     return found
 
 
 def _describe_layer(
-    x: Tensor, layer: Layer, pools: Sequence[Tensor], rotation: tuple[Tensor, Tensor] | None, act: str | None
-) -> native.Layer | None:
+    x: Tensor, layer: Layer, pools: Sequence[Tensor], rotation: tuple[Tensor, Tensor] | None,
+    index_rotation: tuple[Tensor, Tensor] | None, act: str | None,
+) -> native.Layer | None:  # fmt: skip
     """None where one of its parts has no kernel."""
     a, m = layer.attention, layer.mlp
     grouped = _describe_grouped(x, a, pools[0], rotation) if isinstance(a, Grouped) else None
-    latent = _describe_latent(x, a, pools[0], rotation) if isinstance(a, Latent) else None
+    latent = _describe_latent(x, a, pools[0], rotation, index_rotation) if isinstance(a, Latent) else None
     delta = _describe_delta(x, a, pools[0]) if isinstance(a, Delta) else None
     experts = _describe_experts(m, act) if isinstance(m, Experts) else None
     dense = _describe_dense(m) if isinstance(m, Dense) else None
@@ -532,17 +535,39 @@ def _describe_grouped(
     return found
 
 
-def _describe_latent(x: Tensor, a: Latent, entries: Tensor, rotation: tuple[Tensor, Tensor]) -> native.Latent | None:
+def _describe_latent(
+    x: Tensor, a: Latent, entries: Tensor, rotation: tuple[Tensor, Tensor],
+    index_rotation: tuple[Tensor, Tensor] | None,
+) -> native.Latent | None:  # fmt: skip
     (heads, made, rank), (_, block_size, width) = a.up.shape, entries.shape
     shared, described = width - rank, _describe_projections([a.q_down, a.q_up, a.kv_down, a.output])
     fits = a.up.dtype == x.dtype and rank % 16 == 0 and 2 * rotation[0].shape[1] == shared
     if described is None or not fits or not _attends(x.dtype, entries):
         return None
+    index = a.index and _describe_index(x, a.index, block_size, index_rotation)
+    if a.index and index is None:
+        return None
     nope, up = a.q_up[0].shape[0] // heads - shared, a.up.contiguous()
     norms = [_vector(norm) for norm in (a.q_norm, a.kv_norm)]
     latents = native.Latents(heads, nope, made - nope, rank, shared, block_size, a.scale, _DTYPES[x.dtype])
-    found = native.Latent(*described, *norms, up.data_ptr(), ctypes.addressof(latents), a.eps, a.interleaved)
-    found.keep = described, norms, up, latents
+    found = native.Latent(
+        *described, *norms, up.data_ptr(), ctypes.addressof(latents), _address(index), a.eps, a.interleaved, a.reuses
+    )
+    found.keep = described, norms, up, latents, index
+    return found
+
+
+def _describe_index(x: Tensor, a: Index, block_size: int, rotation: tuple[Tensor, Tensor]) -> native.Index | None:
+    s, weights = a.spec, (a.q, a.k, _exact(a.weights))
+    places = [_place(w) for w in weights]
+    if not all(places) or s.dim % 16 or s.dim > WIDEST:
+        return None
+    values = [v.contiguous() for v in (a.norm, a.bias)]
+    found = native.Index(
+        *places, *(v.data_ptr() for v in values), s.heads, s.dim, 2 * rotation[0].shape[1], s.top_k, block_size, a.eps,
+        s.rope.interleaved, _DTYPES[x.dtype],
+    )  # fmt: skip
+    found.keep = values, weights
     return found
 
 

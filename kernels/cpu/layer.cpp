@@ -49,8 +49,8 @@ bool routed(const tp_experts& e, const void* x, int64_t tokens, int32_t dtype, v
 
 namespace {
 
-tp_rotation rotation_of(const tp_placed_layer& placed, const Step& step) {
-  return placed.rotation < 0 ? tp_rotation{nullptr, nullptr} : step.rotations[placed.rotation];
+tp_rotation rotation_of(int64_t which, const Step& step) {
+  return which < 0 ? tp_rotation{nullptr, nullptr} : step.rotations[which];
 }
 
 // What comes between projections of n values each and the heads: norms and a clip.
@@ -76,7 +76,7 @@ void grouped(const tp_placed_layer& placed, const Step& step, const void* x, voi
   if (g.gated) split(both, step.tokens * heads.heads, heads.width, dtype, q, gates);
   prepare(g, {q, k, v}, {width, kv, kv});
   void *keys = placed.pools[0], *values = placed.pools[1];
-  const tp_rotation by = rotation_of(placed, step);
+  const tp_rotation by = rotation_of(placed.rotation, step);
   place_heads(heads, step.tokens, q, k, v, by.cosines, by.sines, step.slots, turned, keys, values);
   any_attention(*g.attention, step.layout, turned, keys, values, q);
   if (g.gated) gate(q, gates, step.tokens, width / step.tokens, dtype);
@@ -84,7 +84,7 @@ void grouped(const tp_placed_layer& placed, const Step& step, const void* x, voi
 }
 
 // The same by latents, of as many queries.
-void latent(const tp_placed_layer& placed, const Step& step, const void* x, void* out) {
+void latent(const tp_placed_layer& placed, Step& step, const void* x, void* out) {
   enum { Q_DOWN, Q_UP, KV_DOWN, OUTPUT };
   const tp_latent& g = *placed.layer->latent;
   const tp_latents& l = *g.latents;
@@ -104,12 +104,18 @@ void latent(const tp_placed_layer& placed, const Step& step, const void* x, void
     rms_norm(down, tokens, rank, l.dtype, g.q_norm, g.eps, normed);
     project(Q_UP, normed, q);
   }
-  const tp_rotation by = rotation_of(placed, step);
+  if (g.index) {
+    const tp_rotation by = rotation_of(placed.index_rotation, step);
+    const Turn turn{g.index->rotated, g.index->interleaved, by.cosines, by.sines, l.dtype};
+    step.picked.pick(*g.index, step.layout, turn, x, g.weights[Q_DOWN] ? normed : x, step.slots, placed.pools[1]);
+  }
+  const tp_rotation by = rotation_of(placed.rotation, step);
   const Turn turn{l.shared, g.interleaved, by.cosines, by.sines, l.dtype};
   turn_ends(turn, tokens, l.heads, l.nope + l.shared, q);
   turn_ends(turn, tokens, 1, entry, kv);
   place_latents(l, tokens, kv, g.kv_norm, g.eps, step.slots, placed.pools[0]);
-  latent_attention(l, step.layout, q, placed.pools[0], g.up, {}, heads);
+  const Picks picks = g.index || g.reuses ? step.picked.picks() : Picks{};
+  latent_attention(l, step.layout, q, placed.pools[0], g.up, picks, heads);
   project(OUTPUT, heads, out);
 }
 
@@ -121,7 +127,7 @@ bool has_layer(const tp_layer& l, const tp_layout& layout) {
 
 namespace {
 
-void attention_of(const tp_placed_layer& placed, const Step& step, const void* x, void* out) {
+void attention_of(const tp_placed_layer& placed, Step& step, const void* x, void* out) {
   const tp_layer& l = *placed.layer;
   if (l.grouped) grouped(placed, step, x, out);
   else if (l.latent) latent(placed, step, x, out);
@@ -130,7 +136,7 @@ void attention_of(const tp_placed_layer& placed, const Step& step, const void* x
 
 }  // namespace
 
-bool layer(const tp_placed_layer& placed, const Step& step, void* x) {
+bool layer(const tp_placed_layer& placed, Step& step, void* x) {
   const tp_layer& l = *placed.layer;
   const int64_t h = (l.experts ? l.experts->down : l.dense->weights[2])->n, tokens = step.tokens;
   void *y = scratch(SLOT_LAYER, 2 * tokens * h * item_bytes(l.dtype)), *z = at(y, l.dtype, tokens * h);

@@ -4,6 +4,7 @@
 
 #include "attention.h"
 #include "delta.h"
+#include "index.h"
 #include "latents.h"
 #include "small_ops.h"
 #include "weight.h"
@@ -40,15 +41,17 @@ struct tp_grouped {
   int32_t gated;
 };
 
-// See ops.Latent. Weights and biases of q_down, q_up, kv_down and output; q_down is null where there is none.
+// See ops.Latent. Weights and biases of q_down, q_up, kv_down and output; q_down, and the index, are null where there are
+// none.
 struct tp_latent {
   const tp_weight* weights[4];
   tp_vector biases[4];
   tp_vector q_norm, kv_norm;
   const void* up;
   const tp_latents* latents;
+  const tp_index* index;
   float eps;
-  int32_t interleaved;
+  int32_t interleaved, reuses;  // the positions that were picked last
 };
 
 // See ops.Layer. Norms [h]; one of grouped, latent and delta, and one of experts and dense.
@@ -68,11 +71,11 @@ struct tp_rotation {
   const float *cosines, *sines;
 };
 
-// With the rotation it takes, −1 for none, and what it keeps: of tokens keys and values, or entries; of sequences a delta
-// net's states.
+// With the rotations that it and its index take, −1 for none, and what it keeps: of tokens keys and values, or entries and
+// an index's keys; of sequences a delta net's states.
 struct tp_placed_layer {
   const tp_layer* layer;
-  int64_t rotation;
+  int64_t rotation, index_rotation;
   void* pools[2];
 };
 }
@@ -85,19 +88,20 @@ void dense(const tp_dense& d, const void* x, int64_t tokens, int32_t dtype, void
 // x and out [tokens, h]. False, and out undefined, if the router picked no expert that exists.
 bool routed(const tp_experts& experts, const void* x, int64_t tokens, int32_t dtype, void* out);
 
-// The new tokens, how they are turned, and where they are stored: see place_heads.
+// The new tokens, how they are turned, and where they are stored: see place_heads; and what layers pick for others.
 struct Step {
   const tp_layout& layout;
   int64_t tokens;
   const int64_t* slots;
   const tp_rotation* rotations;
+  Picked picked;
 };
 
 // Whether there are kernels for all of the layer and that many tokens.
 bool has_layer(const tp_layer& l, const tp_layout& layout);
 
 // x [tokens, h] becomes what the layer makes of it. False, and x undefined, as for routed.
-bool layer(const tp_placed_layer& placed, const Step& step, void* x);
+bool layer(const tp_placed_layer& placed, Step& step, void* x);
 
 // head · norm(x), x [tokens, k] and out [tokens, n].
 void logits(const tp_weight& head, const void* x, int64_t tokens, int32_t dtype, tp_vector norm, float eps, float* out);

@@ -261,7 +261,16 @@ class Latent(ctypes.Structure):
 
     _fields_ = [
         ("weights", _P * 4), ("biases", Vector * 4), ("q_norm", Vector), ("kv_norm", Vector), ("up", _P),
-        ("latents", _P), ("eps", _F32), ("interleaved", _I32),
+        ("latents", _P), ("index", _P), ("eps", _F32), ("interleaved", _I32), ("reuses", _I32),
+    ]  # fmt: skip
+
+
+class Index(ctypes.Structure):
+    """tp_index of index.h."""
+
+    _fields_ = [
+        ("q", _P), ("k", _P), ("weights", _P), ("norm", _P), ("bias", _P), ("heads", _I64), ("dim", _I64),
+        ("rotated", _I64), ("top", _I64), ("block_size", _I64), ("eps", _F32), ("interleaved", _I32), ("dtype", _I32),
     ]  # fmt: skip
 
 
@@ -293,7 +302,9 @@ class Rotation(ctypes.Structure):
 class PlacedLayer(ctypes.Structure):
     """tp_placed_layer of layer.h."""
 
-    _fields_ = [("layer", _P), ("rotation", _I64), ("pool", _P), ("second_pool", _P)]
+    _fields_ = [
+        ("layer", _P), ("rotation", _I64), ("index_rotation", _I64), ("pool", _P), ("second_pool", _P),
+    ]  # fmt: skip
 
 
 _SCORE_NUMBERS = {"softmax": 0, "sigmoid": 1, "sqrtsoftplus": 2, "softmax_chosen": 3}

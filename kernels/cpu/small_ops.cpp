@@ -237,6 +237,13 @@ void place_heads(const tp_heads& h, int64_t tokens, const void* q, const void* k
   });
 }
 
+void turn_starts(const Turn& turn, int64_t tokens, int64_t heads, int64_t width, void* x) {
+  for_each(tokens * heads, turn.rotated, [&](int64_t i) {
+    void* start = at(x, turn.dtype, i * width);
+    turn_head(turn, i / heads, start, turn.rotated, start);
+  });
+}
+
 void turn_ends(const Turn& turn, int64_t tokens, int64_t heads, int64_t width, void* x) {
   for_each(tokens * heads, turn.rotated, [&](int64_t i) {
     void* end = at(x, turn.dtype, (i + 1) * width - turn.rotated);

@@ -71,7 +71,8 @@ struct Turn {
   int32_t dtype;
 };
 
-// The last values of every head of x [tokens, heads, width], turned where they are.
+// The first or last values of every head of x [tokens, heads, width], turned where they are.
+void turn_starts(const Turn& turn, int64_t tokens, int64_t heads, int64_t width, void* x);
 void turn_ends(const Turn& turn, int64_t tokens, int64_t heads, int64_t width, void* x);
 
 // x [tokens, rank + shared], its latents normed, into the places `slots` of `entries`.
