@@ -56,7 +56,7 @@ class Layout:
     lengths: S numbers; how many positions a sequence has in the cache, its new tokens included.
     tables: S int64 tensors of block ids; entry j holds the positions j·B … j·B + B − 1 (B positions to a block).
     slots: int64 [T]; where each new token is stored, block id · B + place in the block.
-    states: int64 [S]; the state slot of each sequence; None for a model that keeps no states.
+    states: int64 [S]; the state slot of each sequence, one that there is; None for a model that keeps no states.
     unused: bool [T]; True for tokens that fill up a batch, which pass no expert; None if there are none.
     flat: the same for kernels, made when first asked for.
     """
@@ -151,6 +151,17 @@ class Grouped:
     norms: tuple[Tensor | None, Tensor | None] = (None, None)
     clip: float | None = None
 
+    def fits(self, *pools: Tensor) -> bool:
+        """Whether it can keep keys and values there, and its parts fit together."""
+        keys, values = pools if len(pools) == 2 else (pools[0], None)
+        if values is None or keys.shape != values.shape or keys.dtype != values.dtype:
+            return False
+        rows, width = [w.shape[0] for w, _ in self.qkv], keys.shape[-1]
+        q, kv = rows[0] // 2 if self.gated else rows[0], keys.shape[-2] * width
+        normed = all(n is None or len(n) in (width, all_of) for n, all_of in zip(self.norms, (q, kv)))
+        normed = normed and (self.norms[0] is None) == (self.norms[1] is None)
+        return rows[1:] == [kv, kv] and q % kv == 0 and self.output[0].shape[1] == q and normed and self.clip != 0
+
 
 @dataclass(frozen=True, eq=False)
 class Index:
@@ -175,8 +186,8 @@ class Latent:
 
     q_down: and an RMSNorm by q_norm behind it come before q_up, if there is one.  kv_down: gives a latent, normed by
     kv_norm, and the key that heads share.  That key and as many values at the end of every query are turned, see
-Ops.rope.  eps: of both norms.  index: picks the positions that are seen; reuses: those that
-    were picked last are seen; otherwise all are.
+    Ops.rope.  eps: of both norms.  index: picks the positions that are seen.  reuses: those are seen that were picked
+    last; otherwise all are.
     """
 
     q_down: Projection | None
@@ -191,6 +202,13 @@ Ops.rope.  eps: of both norms.  index: picks the positions that are seen; reuses
     interleaved: bool
     index: Index | None = None
     reuses: bool = False
+
+    def fits(self, *pools: Tensor) -> bool:
+        """Whether it can keep entries, and the keys of its index, there."""
+        if self.index is None or len(pools) != 2:
+            return self.index is None and len(pools) == 1
+        entries, keys = pools
+        return keys.shape == (*entries.shape[:2], self.index.spec.dim) and keys.dtype == entries.dtype
 
 
 @dataclass(frozen=True, eq=False)
@@ -213,6 +231,25 @@ class Delta:
     norm: Tensor
     output: Weight
     eps: float
+
+    def __post_init__(self):
+        s, hidden, values = self.spec, self.qkv.shape[1], self.spec.value_heads * self.spec.value_dim
+        channels, heads = 2 * s.key_heads * s.key_dim + values, s.value_heads
+        rows = (channels + values, None, 2 * heads, None) if s.grouped else (channels, values, heads, heads)
+        shapes = [None if w is None else tuple(w.shape) for w in (self.qkv, self.z, self.b, self.a)]
+        fits = shapes == [n and (n, hidden) for n in rows] and self.output.shape[1] == values
+        small = self.filter, self.rate, self.bias, self.norm
+        fits = fits and [tuple(v.shape) for v in small] == [(channels, s.kernel), (heads,), (heads,), (s.value_dim,)]
+        _check(fits and all(v.dtype == torch.float32 for v in small), "a delta net", self.qkv, self.output, *small)
+
+    def fits(self, *pools: Tensor) -> bool:
+        """Whether tails and memories are for it."""
+        if len(pools) != 2:
+            return False
+        s, (tails, memories) = self.spec, pools
+        memory = len(tails), s.key_heads, s.value_heads // s.key_heads, s.key_dim, s.value_dim
+        tail = s.kernel - 1, self.filter.shape[0]
+        return tails.shape[1:] == tail and memories.shape == memory and memories.dtype == torch.float32
 
 
 @dataclass(frozen=True, eq=False)
@@ -250,7 +287,7 @@ class PlacedLayers:
         norms = [norm for layer in self.layers for norm in (layer.input_norm, layer.post_norm)]
         fits = 0 < len(self.layers) == len(self.pools) == len(self.rotations)
         fits = fits and len(self.index_rotations) in (0, len(self.layers))
-        fits = fits and all(_holds(pools, layer.attention) for layer, pools in zip(self.layers, self.pools))
+        fits = fits and all(layer.attention.fits(*pools) for layer, pools in zip(self.layers, self.pools))
         _check(fits and all(norm.shape == norms[0].shape for norm in norms), "layers", *norms)
 
     @cached_property
@@ -259,26 +296,10 @@ class PlacedLayers:
         return any(isinstance(layer.attention, Delta) for layer in self.layers)
 
 
-def _holds(pools: Sequence[Tensor], attention: Grouped | Latent | Delta) -> bool:
-    """Whether pools are such that a layer can keep there what it has."""
-    if isinstance(attention, Delta):
-        return _holds_states(*pools, attention)
-    if isinstance(attention, Latent) and attention.index:
-        entries, keys = pools
-        return keys.shape == (*entries.shape[:2], attention.index.spec.dim) and keys.dtype == entries.dtype
-    return all(pool.shape == pools[0].shape and pool.dtype == pools[0].dtype for pool in pools)
-
-
-def _holds_states(tails: Tensor, memories: Tensor, delta: Delta) -> bool:
-    s, tail = delta.spec, delta.filter.T[1:].shape
-    memory = s.key_heads, s.value_heads // s.key_heads, s.key_dim, s.value_dim
-    return tails.shape[1:] == tail and memories.shape == (len(tails), *memory) and memories.dtype == torch.float32
-
-
 def _has_states(layout: Layout) -> bool:
     """Whether every sequence has a slot."""
     states = layout.states
-    return states is not None and states.dtype == torch.int64 and len(states) == len(layout.starts) - 1
+    return states is not None and states.dtype == torch.int64 and states.shape == (len(layout.starts) - 1,)
 
 
 def get_ops(backend: str = "auto", device: torch.device | str = "cpu", act: str | None = None) -> Ops:
@@ -344,7 +365,7 @@ class Ops:
 
     T tokens, H hidden size, N rows and K columns of a weight, E experts, k experts a token, D dimensions of a head.
     x has the compute dtype C (float32, bfloat16 or float16); so has what is returned, unless stated. Weights are
-    rounded once to C, sums are float32 and rounded once to C. T may be 0. A shape that does not fit is a ValueError.
+    rounded to C once at most, sums are float32 and rounded once to C. T may be 0. A shape that does not fit is a ValueError.
 
     Those of FUSED are several operations in one call, for decoding, where calls cost more than some of their work. A
     backend need not have them, and may return None for what it leaves to the single operations.
@@ -563,7 +584,7 @@ class Ops:
         up to date.
         """
         fits = x.shape[1:] == delta.qkv.shape[1:] and layout.starts[-1] == len(x)
-        _check(fits and _holds_states(tails, memories, delta) and _has_states(layout), "delta_net", x, tails, memories)
+        _check(fits and delta.fits(tails, memories) and _has_states(layout), "delta_net", x, tails, memories)
         fused = self._fused["delta_net"]
         return fused(x, delta, tails, memories, layout) if fused and x.numel() else None
 
@@ -603,7 +624,8 @@ class Ops:
         self, x: Tensor, placed: PlacedLayers, rotations: Sequence[tuple[Tensor, Tensor]], layout: Layout
     ) -> Tensor | None:
         """x [T, H] -> [T, H] by all operations of layers that follow each other at once; None, and nothing is done, where
-        the backend leaves those of any of them to be done one by one."""
+        the backend leaves those of any of them to be done one by one. After a ResourceError states of sequences are of no
+        use: they may have moved on."""
         fits = x.ndim == 2 and layout.slots.shape == x.shape[:1] and placed.layers[0].input_norm.shape == x.shape[1:]
         angles = [part for rotation in rotations for part in rotation]
         fits = fits and layout.slots.dtype == torch.int64 and all(len(part) == len(x) for part in angles)

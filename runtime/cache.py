@@ -152,7 +152,7 @@ class PagedCache:
         """int64 [S]: the slot of every sequence; None where no states are kept."""
         if not self._stateful:
             return None
-        if len(set(batch.slots)) != len(batch.block_tables):
+        if len(set(batch.slots)) != len(batch.block_tables) or not self._used_slots.issuperset(batch.slots):
             raise ValueError(f"{len(batch.block_tables)} sequences need a state slot each, not {list(batch.slots)}")
         return torch.tensor(batch.slots, dtype=torch.int64).to(batch.positions.device)
 

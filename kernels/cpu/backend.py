@@ -108,6 +108,9 @@ def _address(structure: ctypes.Structure | None) -> int | None:
     return None if structure is None else ctypes.addressof(structure)
 
 
+_FEW = 8
+"""Vectors that plain weights in float32 meet one by one; for more, torch's products are faster."""
+
 _NO_KERNEL = 3
 """A status: nothing was done."""
 
@@ -121,7 +124,7 @@ def _check(status: int) -> None:
 
 def linear(x: Tensor, w: Weight, bias: Tensor | None) -> Tensor:
     place, dtype = _place(w), _DTYPES.get(x.dtype)
-    if not place or dtype is None:
+    if not place or dtype is None or (len(x) > _FEW and isinstance(w, Tensor) and w.dtype == torch.float32):
         return torch_backend.linear(x, w, bias)
     x, out = x.contiguous(), x.new_empty(len(x), w.shape[0])
     address, bias_dtype, _kept = _bias(bias)

@@ -233,3 +233,12 @@ def test_states_that_do_not_fit(ops):
             ops.layers(case.x, PlacedLayers([layer], [case.states], [None]), [], replace(case.layout, states=states))
         with pytest.raises(ValueError, match="delta_net cannot take"):
             ops.delta_net(case.x, case.delta, *case.states, replace(case.layout, states=states))
+
+
+@pytest.mark.parametrize("part", ["qkv", "z", "b", "a", "filter", "rate", "bias", "norm", "output"])
+def test_parts_that_do_not_fit_together(part):
+    delta = delta_of(SPECS["separate"])
+    w = getattr(delta, part)
+    for other in (torch.ones(*(n + 1 for n in w.shape)), w.double() if part in ("filter", "rate", "bias", "norm") else None):
+        with pytest.raises(ValueError, match="a delta net cannot take"):
+            replace(delta, **{part: torch.ones(3, 3) if other is None else other})

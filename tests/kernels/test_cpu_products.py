@@ -344,7 +344,7 @@ PLAIN = {"router": (128, 2048), "one row": (1, 96), "ragged": (17, 33), "narrow"
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("tokens", [1, 9])
+@pytest.mark.parametrize("tokens", [1, 8])  # of more, torch's products are faster
 @pytest.mark.parametrize("shape", PLAIN)
 def test_plain_weights_in_float32(isa, shape, tokens, dtype, monkeypatch):
     """As routers are in some checkpoints, of which no bit may be rounded off."""

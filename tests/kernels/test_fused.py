@@ -359,9 +359,18 @@ def test_layers_that_do_not_fit_together(ops):
     layer, x = layer_of(case, False), normal(7, 96, seed=13)
     with pytest.raises(ValueError, match="layers cannot take"):
         PlacedLayers([layer, replace(layer, input_norm=layer.input_norm[:-1])], [case.pools] * 2, [None] * 2)
-    for pools, rotations in (([case.pools], []), ([], []), ([[case.pools[0], case.pools[1][1:]]], [None])):
+    few, kept = [[case.pools[0], case.pools[1][1:]]], [case.pools]
+    for pools, rotations in ((kept, []), ([], []), (few, [None]), ([case.pools[:1]], [None]), ([[*case.pools] * 2], [None])):
         with pytest.raises(ValueError, match="layers cannot take"):
             PlacedLayers([layer], pools, rotations)
+    a = layer.attention
+    wide = random_packed("fp8", (160, 96)), None
+    for changes in (
+        {"norms": (normal(32), None)}, {"norms": (normal(33), normal(32))}, {"clip": 0.0}, {"gated": True},
+        {"qkv": (*a.qkv[:2], wide)}, {"qkv": (wide, *a.qkv[1:])}, {"output": wide},
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match="layers cannot take"):
+            PlacedLayers([replace(layer, attention=replace(a, **changes))], kept, [None])
     with pytest.raises(ValueError, match="layers cannot take"):
         ops.layers(x[:, :-1].contiguous(), PlacedLayers([layer], [case.pools], [None]), [], case.layout)
     placed, angles = PlacedLayers([layer], [case.pools], [0]), torch.ones(6, 16)

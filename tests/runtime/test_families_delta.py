@@ -397,7 +397,7 @@ def test_the_epsilon_of_short_queries_and_keys_matters(monkeypatch, variant):
 
 def test_batches_without_slots_are_refused(pair):
     run = Run(pair.decoder(), 2)
-    for slots in ((), (0,), (1, 1)):
+    for slots in ((), (0,), (1, 1), (0, 2), (-1, 1)):  # of two that are taken
         run.slots = slots
         with pytest.raises(ValueError, match="2 sequences need a state slot each"):
             run([[1], [2]])
