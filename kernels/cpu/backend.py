@@ -1,8 +1,9 @@
 """The operations of ops.py by the C++ of this folder, in float32 and bfloat16.
 
-Native are `linear` and `moe` of mxfp4, nvfp4, int4, fp8 and bfloat16 weights, what lies between them, and whole layers:
-of few new tokens, and with grouped attention in bfloat16 of many, where the processor has a matrix unit. Everything else
-is torch's, and so are activations in float16 and weights that `native.describe` has no kernel for.
+Native are `linear` and `moe` of mxfp4, nvfp4, int4, fp8, bfloat16 and (few tokens) float32 weights, what lies between them,
+gated delta nets, and whole layers: of few new tokens, and of many in bfloat16 where the processor multiplies by tiles and
+attention is not to latents. Everything else is torch's, and so are activations in float16 and weights that
+`native.describe` has no kernel for.
 """
 
 from __future__ import annotations
