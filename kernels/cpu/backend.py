@@ -37,7 +37,6 @@ from tutel_pack.kernels.ops import (
     Projection,
     Weight,
 )
-from tutel_pack.kernels.torch_latent import attend_heads
 from tutel_pack.kernels.torch_backend import (  # noqa: F401  what is not native
     embedding,
     rope,
@@ -45,6 +44,7 @@ from tutel_pack.kernels.torch_backend import (  # noqa: F401  what is not native
     swiglu,
     top_positions,
 )
+from tutel_pack.kernels.torch_latent import attend_heads
 from tutel_pack.spec import ClampedSwiglu, Moe, Swiglu
 
 _library = native.library()
