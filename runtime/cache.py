@@ -132,7 +132,7 @@ class PagedCache:
         """Where the batch's sequences and new tokens are stored.
 
         ValueError if a block table does not reach its sequence's last token: another's blocks would be overwritten; and
-        if there are states to keep and the sequences do not have a slot each.
+        if there are states to keep and the sequences do not have a slot each, of those that are taken.
         """
         size, device = self.block_size, batch.positions.device
         slots: list[int] = []

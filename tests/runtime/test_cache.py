@@ -154,9 +154,10 @@ def test_states_larger_than_the_memory():
 
 def test_a_layout_names_the_slot_of_every_sequence():
     cache = stateful()
+    assert sorted(cache.allocate_slot() for _ in range(3)) == [0, 1, 2]
     build = {"new": [[7], [], [5]], "past": [3, 2, 0], "block_tables": [[4], [0], [3]]}
     assert cache.layout(Batch.build(**build, slots=(2, 0, 1))).states.tolist() == [2, 0, 1]
-    for slots in ((), (2, 0), (2, 0, 2), (0, 1, 2, 3)):
+    for slots in ((), (2, 0), (2, 0, 2), (0, 1, 2, 3), (2, 0, 3), (2, 0, -1)):  # of which 3 is not taken
         with pytest.raises(ValueError, match="3 sequences need a state slot each"):
             cache.layout(Batch.build(**build, slots=slots))
     assert make().layout(Batch.build(**build)).states is None, "nobody asks where nothing is kept"
