@@ -179,6 +179,13 @@ class Index:
     bias: Tensor
     eps: float
 
+    def __post_init__(self):
+        s, hidden, small = self.spec, self.k.shape[1], (self.norm, self.bias)
+        shapes = [tuple(w.shape) for w in (self.k, self.weights)]
+        fits = shapes == [(s.dim, hidden), (s.heads, hidden)] and self.q.shape[0] == s.heads * s.dim and s.top_k > 0
+        fits = fits and all(v.shape == (s.dim,) and v.dtype == torch.float32 for v in small) and s.rope.dim <= s.dim
+        _check(fits, "an index", self.q, self.k, self.weights, *small)
+
 
 @dataclass(frozen=True, eq=False)
 class Latent:
@@ -204,10 +211,12 @@ class Latent:
     reuses: bool = False
 
     def fits(self, *pools: Tensor) -> bool:
-        """Whether it can keep entries, and the keys of its index, there."""
+        """Whether it can keep entries, and the keys of its index, there, and its parts fit together."""
         if self.index is None or len(pools) != 2:
             return self.index is None and len(pools) == 1
-        entries, keys = pools
+        (entries, keys), hidden = pools, self.kv_down[0].shape[1]
+        if self.index.k.shape[1] != hidden or self.index.q.shape[1] != (self.q_down[0].shape[0] if self.q_down else hidden):
+            return False
         return keys.shape == (*entries.shape[:2], self.index.spec.dim) and keys.dtype == entries.dtype
 
 

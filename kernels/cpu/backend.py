@@ -545,7 +545,7 @@ def _describe_latent(
 ) -> native.Latent | None:  # fmt: skip
     (heads, made, rank), (_, block_size, width) = a.up.shape, entries.shape
     shared, described = width - rank, _describe_projections([a.q_down, a.q_up, a.kv_down, a.output])
-    fits = a.up.dtype == x.dtype and rank % 16 == 0 and 2 * rotation[0].shape[1] == shared
+    fits = a.up.dtype == x.dtype and rank % 16 == 0 and rotation is not None and 2 * rotation[0].shape[1] == shared
     if described is None or not fits or not _attends(x.dtype, entries):
         return None
     index = a.index and _describe_index(x, a.index, block_size, index_rotation)
@@ -564,7 +564,7 @@ def _describe_latent(
 def _describe_index(x: Tensor, a: Index, block_size: int, rotation: tuple[Tensor, Tensor]) -> native.Index | None:
     s, weights = a.spec, (a.q, a.k, _exact(a.weights))
     places = [_place(w) for w in weights]
-    if not all(places) or s.dim % 16 or s.dim > WIDEST:
+    if not all(places) or s.dim % 16 or s.dim > WIDEST or rotation is None or 2 * rotation[0].shape[1] > s.dim:
         return None
     values = [v.contiguous() for v in (a.norm, a.bias)]
     found = native.Index(

@@ -187,3 +187,29 @@ def test_pools_that_do_not_fit(ops):  # noqa: F811
             PlacedLayers([layer], [[case.pools[0], keys]], [0], [0])
     with pytest.raises(ValueError, match="layers cannot take"):
         PlacedLayers([layer, layer], [case.pools] * 2, [0, 0], [0])
+
+
+def test_parts_that_do_not_fit_together():
+    case = Case([60, 9], [2, 1], top=5).build()
+    index = case.latent.index
+    wrong = [
+        {"q": index.q[:-16]}, {"k": index.k[:16]}, {"k": torch.cat([index.k] * 2)}, {"weights": index.weights[:1]},
+        {"norm": index.norm[:1]}, {"norm": index.norm.double()}, {"bias": index.bias.bfloat16()},
+        {"spec": replace(index.spec, top_k=0)}, {"spec": replace(index.spec, rope=Rope(1e4, 128))},
+    ]  # fmt: skip
+    for changes in wrong:
+        with pytest.raises(ValueError, match="an index cannot take"):
+            replace(index, **changes)
+    other = replace(case.latent, index=replace(index, q=index.q[:, :-1]))
+    layer = Layer(case.norm, case.norm, 1e-6, other, Dense(*(plain(HIDDEN, HIDDEN),) * 3))
+    with pytest.raises(ValueError, match="layers cannot take"):
+        PlacedLayers([layer], [case.pools], [0], [0])
+
+
+def test_rotations_that_do_not_fit(ops):  # noqa: F811
+    """Are left to single operations, which say so."""
+    case = Case([60, 9], [2, 1], top=5).build()
+    layer = Layer(case.norm, case.norm, 1e-6, case.latent, Dense(*(plain(HIDDEN, HIDDEN),) * 3))
+    wide = Ops("torch").rotation(torch.tensor(case.positions), Rope(1e4, 128))
+    for which, index in (([0], ()), ([0], [1]), ([None], [None])):
+        assert ops.layers(case.x, PlacedLayers([layer], [case.pools], which, index), [case.rotation, wide], case.layout) is None
