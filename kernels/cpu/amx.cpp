@@ -170,7 +170,7 @@ struct Amx {
 
 }  // namespace
 
-const Isa amx_isa = {"amx", packed_bytes, pack, dots_of_any, plain_products, activate, gate, norm, add_scaled, store, load, read, attend,
-                     delta, &TILES<Amx>, &avx512_int8};
+const Isa amx_isa = {"amx", packed_bytes, pack, dots_of_any, plain_products, activate, gate, norm,
+                     add_scaled, store, load, read, attend, delta, &TILES<Amx>, &avx512_int8};
 
 }  // namespace tp

@@ -100,7 +100,7 @@ struct Avx512Bf16 {
 
 }  // namespace
 
-const Isa avx512_bf16_isa = {"avx512_bf16", packed_words_bytes, pack_as_words, dots_by_words, plain_products, activate, gate, norm,
-                             add_scaled, store, load, read, ATTEND_BY_WORDS, delta, &TILES<Avx512Bf16>, &avx512_int8};
+const Isa avx512_bf16_isa = {"avx512_bf16", packed_words_bytes, pack_as_words, dots_by_words, plain_products,
+                             activate, gate, norm, add_scaled, store, load, read, ATTEND_BY_WORDS, delta, &TILES<Avx512Bf16>, &avx512_int8};
 
 }  // namespace tp

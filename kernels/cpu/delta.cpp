@@ -27,13 +27,11 @@ class Projections {
     const int64_t floats = tokens * (2 * heads + (d.dtype == TP_FLOAT ? 0 : h));
     b_ = static_cast<float*>(scratch(SLOT_ATTENTION, floats * sizeof(float) + tokens * rows * item_bytes(d.dtype)));
     a_ = b_ + tokens * heads;
-    float* wide = a_ + tokens * heads;
     qkv_ = b_ + floats;
     z_ = at(qkv_, d.dtype, tokens * d.qkv->n);
     const Linear parts[] = {{d.qkv, {}, qkv_}, {d.z, {}, z_}};
     linears(parts, d.z ? 2 : 1, x, tokens, d.dtype);
-    if (d.dtype != TP_FLOAT) widen(x, tokens, h, d.dtype, wide);
-    const void* exact = d.dtype == TP_FLOAT ? x : wide;
+    const float* exact = widened(x, tokens, h, d.dtype, a_ + tokens * heads);
     const Linear strengths[] = {{d.b, {}, b_}, {d.a, {}, a_}};
     linears(strengths, d.a ? 2 : 1, exact, tokens, TP_FLOAT);
   }

@@ -100,8 +100,7 @@ void Picked::pick(const tp_index& ix, const tp_layout& layout, const Turn& turn,
   if (longest <= top_) return;
   linear(*ix.q, compressed, tokens, ix.dtype, {}, queries);
   turn_starts(turn, tokens, ix.heads, ix.dim, queries);
-  isa().load(x, ix.dtype, wide, tokens * h);
-  linear(*ix.weights, wide, tokens, TP_FLOAT, {}, weights);
+  linear(*ix.weights, widened(x, tokens, h, ix.dtype, wide), tokens, TP_FLOAT, {}, weights);
   const float factor = 1 / std::sqrt(static_cast<float>(width));
   for (int64_t i = 0; i < tokens * ix.heads; i++) weights[i] *= factor;
 

@@ -36,9 +36,7 @@ bool routed(const tp_experts& e, const void* x, int64_t tokens, int32_t dtype, v
   const int64_t floats = tokens * (chosen + experts + (dtype == TP_FLOAT ? 0 : h));
   int64_t* ids = static_cast<int64_t*>(scratch(SLOT_EXPERTS, tokens * chosen * sizeof(int64_t) + floats * sizeof(float)));
   float *weights = reinterpret_cast<float*>(ids + tokens * chosen), *logits = weights + tokens * chosen;
-  float* wide = logits + tokens * experts;
-  if (dtype != TP_FLOAT) widen(x, tokens, h, dtype, wide);
-  const float* exact = dtype == TP_FLOAT ? static_cast<const float*>(x) : wide;
+  const float* exact = widened(x, tokens, h, dtype, logits + tokens * experts);
   linear(*e.router_weight, exact, tokens, TP_FLOAT, e.router_bias, logits);
   route(logits, tokens, *e.router, ids, weights);
   Moe moe(*e.gate_up, *e.down, {e.limit, e.alpha, e.shift}, e.gate_up_bias, e.down_bias);
@@ -153,8 +151,7 @@ void logits(const tp_weight& head, const void* x, int64_t tokens, int32_t dtype,
   float* wide = static_cast<float*>(scratch(SLOT_LAYER, tokens * head.k * (sizeof(float) + item_bytes(dtype))));
   void* normed = dtype == TP_FLOAT ? wide : wide + tokens * head.k;
   rms_norm(x, tokens, head.k, dtype, norm, eps, normed);
-  if (dtype != TP_FLOAT) widen(normed, tokens, head.k, dtype, wide);
-  linear(head, wide, tokens, TP_FLOAT, {}, out);
+  linear(head, widened(normed, tokens, head.k, dtype, wide), tokens, TP_FLOAT, {}, out);
 }
 
 }  // namespace tp

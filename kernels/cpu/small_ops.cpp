@@ -158,8 +158,8 @@ void rms_norm(const void* x, int64_t rows, int64_t n, int32_t dtype, tp_vector w
   for_each(rows, n, [&](int64_t i) { norm_row(at(x, dtype, i * n), n, dtype, weight, eps, at(out, dtype, i * n)); });
 }
 
-void add_norm(const void* x, const void* added, float scale, int64_t rows, int64_t n, int32_t dtype, tp_vector weight, float eps,
-              void* total, void* out) {
+void add_norm(const void* x, const void* added, float scale, int64_t rows, int64_t n, int32_t dtype, tp_vector weight,
+              float eps, void* total, void* out) {
   for_each(rows, n, [&](int64_t i) {
     add_row(at(x, dtype, i * n), at(added, dtype, i * n), scale, n, dtype, at(total, dtype, i * n));
     norm_row(at(total, dtype, i * n), n, dtype, weight, eps, at(out, dtype, i * n));
@@ -204,8 +204,10 @@ void clip(void* x, int64_t n, int32_t dtype, float limit) {
   });
 }
 
-void widen(const void* x, int64_t rows, int64_t n, int32_t dtype, float* out) {
-  for_each(rows, n, [&](int64_t i) { isa().load(at(x, dtype, i * n), dtype, out + i * n, n); });
+const float* widened(const void* x, int64_t rows, int64_t n, int32_t dtype, float* room) {
+  if (dtype == TP_FLOAT) return static_cast<const float*>(x);
+  for_each(rows, n, [&](int64_t i) { isa().load(at(x, dtype, i * n), dtype, room + i * n, n); });
+  return room;
 }
 
 void add(void* total, const void* x, int64_t rows, int64_t n, int32_t dtype, float scale, const float* factors) {

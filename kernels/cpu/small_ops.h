@@ -49,8 +49,8 @@ void split(const void* x, int64_t rows, int64_t n, int32_t dtype, void* first, v
 // n values of dtype, none beyond ±limit; NaN stays.
 void clip(void* x, int64_t n, int32_t dtype, float limit);
 
-// x [rows, n] of dtype as float32.
-void widen(const void* x, int64_t rows, int64_t n, int32_t dtype, float* out);
+// x [rows, n] of dtype as float32: as it is, or in `room` [rows, n].
+const float* widened(const void* x, int64_t rows, int64_t n, int32_t dtype, float* room);
 
 // total += scale · factors · x, rounded once; both [rows, n] of dtype, factors [rows] or null for ones.
 void add(void* total, const void* x, int64_t rows, int64_t n, int32_t dtype, float scale, const float* factors = nullptr);

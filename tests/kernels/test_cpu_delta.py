@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from tests.kernels.reference import UNIT, decode64, random_packed, worst_tile
+from tests.kernels.test_cpu_attention import threads  # noqa: F401
 
 from tutel_pack.formats import PackedTensor
 from tutel_pack.kernels.cpu import native
@@ -35,14 +36,6 @@ def ops(request):
     native.select(request.param)
     yield Ops("cpu")
     native.select(None)
-
-
-@pytest.fixture(params=[1, 3])
-def threads(request):
-    before = native.threads()
-    native.set_threads(request.param)
-    yield
-    native.set_threads(before)
 
 
 def normal(*shape: int, dtype=torch.float32, seed: int = 0) -> torch.Tensor:
@@ -152,7 +145,7 @@ def worst(got: list[torch.Tensor], expected: list[np.ndarray]) -> float:
 @pytest.mark.parametrize("counts", [FEW, MANY], ids=["few", "many"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", SPECS)
-def test_delta(ops, threads, name, dtype, counts):
+def test_delta(ops, threads, name, dtype, counts):  # noqa: F811
     case = Case(name, dtype, counts)
     got, expected = case.run(ops), case.expected()
     # Among many tokens are some whose queries find next to nothing, of which a norm makes as much as of others' finds.
@@ -201,7 +194,7 @@ def test_threads_change_nothing(ops):
     assert all(torch.equal(a, b) for other in found[1:] for a, b in zip(found[0], other))
 
 
-def test_a_sequence_that_is_not_finite_spoils_no_other(ops, threads):
+def test_a_sequence_that_is_not_finite_spoils_no_other(ops, threads):  # noqa: F811
     case = Case("grouped", torch.float32)
     case.x[0] = torch.nan
     out, tails, memories = case.run(ops)

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 from tests.kernels.reference import worst_tile
-from tests.kernels.test_cpu_delta import matrix, normal, ops, threads  # noqa: F401
+from tests.kernels.test_cpu_attention import threads  # noqa: F401
+from tests.kernels.test_cpu_delta import matrix, normal, ops  # noqa: F401
 
 from tutel_pack.kernels.cpu import native
 from tutel_pack.kernels.ops import Dense, Index, Latent, Layer, Layout, Ops, PlacedLayers

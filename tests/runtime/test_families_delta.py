@@ -100,7 +100,7 @@ class Pair:
         self.spec = MODELS[kind][2].spec(json.loads(json.dumps(self.theirs.config.to_dict())))
         self.weights = {}
         for name, p in self.theirs.named_parameters():
-            if backend == "cpu":  # whose kernels take no plain weights in float32
+            if backend == "cpu":  # plain ones as checkpoints have them, for which it has kernels of its own
                 p.data.copy_(p.data.bfloat16())
             self.weights[name] = p.data.bfloat16() if backend == "cpu" else p.data
             if name.endswith(PACKED):
